@@ -278,6 +278,8 @@ def _failure(error: errors.WindrowError) -> CommandFailed:
     match error:
         case errors.InvalidRequest() if error.violations:
             return _refused(error.violations)
+        case errors.Unauthenticated():
+            return CommandFailed(f"{error.details or error}; {profiles.where_tokens_are()}", ExitCode.REFUSED)
         case errors.InvalidRequest():
             code = ExitCode.USAGE
         case errors.NotFound():

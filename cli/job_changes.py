@@ -7,7 +7,7 @@ small steps with pauses (clients/python/windrow/job_changes.py).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -433,8 +433,14 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
         if total == 0 and not client.list_queues():
             output.note(no_queues(org))
         if total == 0:
-            for hint in values.fields_among(found.attributes):
-                output.note(hint)
+            note_fields_among(found.attributes)
+
+
+def note_fields_among(keys: Iterable[str]) -> None:
+    """Prints a hint for each key of --where that is also the name of a job's field. For a command that has found no
+    job."""
+    for hint in values.fields_among(keys):
+        output.note(hint)
 
 
 def _change_named(client: SyncClient, change: _Change, ids: Sequence[str], *, as_json: bool) -> None:

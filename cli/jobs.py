@@ -272,8 +272,7 @@ def list_jobs(
     elif not as_json:
         output.note(f"no such jobs in queue {queue!r} of org {org!r}" if queue else f"org {org!r} has no such jobs")
     if not shown:
-        for hint in values.fields_among(wanted.attributes):
-            output.note(hint)
+        job_changes.note_fields_among(wanted.attributes)
     if State.ALL in more:
         output.note("there are more: raise --limit")
     elif more:
@@ -323,8 +322,7 @@ def count(
     else:
         output.say(str(counted))
     if not counted:
-        for hint in values.fields_among(found.attributes):
-            output.note(hint)
+        job_changes.note_fields_among(found.attributes)
 
 
 def _wanted(

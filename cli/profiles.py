@@ -97,12 +97,25 @@ def token_of_calls() -> str | None:
 
 
 def where_tokens_are() -> str:
-    """Returns where a command's token may come from, for the error of a call without one. Raises CommandFailed."""
-    places = "a token comes from --token-file or WINDROW_TOKEN"
+    """Returns where the command's token came from, or where it may come from if the command has none. This is for the
+    error of a call whose caller is not known. Raises CommandFailed."""
+    profile = _current()
+    name = _choice.name or DEFAULT
+    own = profile is not None and bool(profile.token)
+    if _choice.alone:
+        return "this login was given the token" if own else "a token comes from --token-file"
+    if (source := token.source()) is not None:
+        over = f", which overrides the token of the profile {name!r}" if own else ""
+        text = f"the token came from {source}{over}"
+    elif own:
+        again = "windrow login" if name == DEFAULT else f"windrow login --profile {name}"
+        text = f"the token came from the profile {name!r} in {path()}: replace it with `{again}`"
+    else:
+        text = "a token comes from --token-file or WINDROW_TOKEN, or from a profile, which `windrow login` makes"
     if not _choice.is_passed_over or DEFAULT not in _read():
-        return places
+        return text
     return (
-        f"{places}; the profile {DEFAULT!r} is not used, because --address or WINDROW_ADDRESS is given: name it with "
+        f"{text}; the profile {DEFAULT!r} is not used, because --address or WINDROW_ADDRESS is given: name it with "
         f"--profile {DEFAULT}, or leave the address out"
     )
 

@@ -31,9 +31,17 @@ def token() -> str | None:
     return checked(found, where=_VARIABLE) if found else None
 
 
+def source() -> str | None:
+    """Returns the option or the variable that gives the token, or None if there is no token. Does not read the file,
+    because standard input can be read only once."""
+    if _file is not None:
+        return _option(_file)
+    return _VARIABLE if os.environ.get(_VARIABLE, "").strip() else None
+
+
 def read(file: Path) -> str:
     """Returns the token that a file holds; `-` is standard input. Raises CommandFailed."""
-    where = f"--token-file {file}"
+    where = _option(file)
     try:
         content = sys.stdin.buffer.read(_BYTES_MAX + 1) if str(file) == "-" else file.read_bytes()
         found = content.decode("ascii").strip()
@@ -45,6 +53,10 @@ def read(file: Path) -> str:
     if not found:
         raise CommandFailed(f"{where}: is empty", ExitCode.USAGE)
     return checked(found, where=where)
+
+
+def _option(file: Path) -> str:
+    return f"--token-file {file}"
 
 
 def checked(token: str, *, where: str) -> str:

@@ -148,8 +148,7 @@ def attributes(pairs: Iterable[str], *, option: str = "--attribute") -> dict[str
 
 
 def fields_among(keys: Iterable[str]) -> Iterator[str]:
-    """Yields a hint for each key of --where that is also the name of a job's field. A command prints these hints if it
-    has found no job."""
+    """Yields a hint for each key of --where that is also the name of a job's field."""
     for key in keys:
         if (option := _FIELD_OPTIONS.get(key)) is not None:
             instead = f"use {option}" if option else "no option selects jobs by it"

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ from windrow import (
     NotFound,
     RestoreRefusal,
     Retry,
+    Schedule,
     SyncClient,
     Worker,
     Workflow,
@@ -705,6 +706,17 @@ async def test_conditions_that_no_job_can_meet_are_refused_and_nothing_is_change
         await client.alter_where(JobFilter(states=[JobState.LEASED]), priority=1)
     with pytest.raises(InvalidRequest, match=r"died_before: .* has no time zone"):
         JobFilter(died_before=datetime(2026, 1, 1))  # noqa: DTZ001
+    # In UTC, this is before the year 1.
+    too_early = datetime(1, 1, 1, tzinfo=timezone(HOUR))
+    told = r": .* is not in the years 1 to 9999 in UTC$"
+    with pytest.raises(InvalidRequest, match=f"^died_before{told}"):
+        JobFilter(died_before=too_early)
+    with pytest.raises(InvalidRequest, match=f"^run_at{told}"):
+        await client.alter_jobs([uuid7()], run_at=too_early)
+    with pytest.raises(InvalidRequest, match=r"^delay: '5s' is neither a number of seconds nor a timedelta$"):
+        await client.alter_jobs([uuid7()], delay="5s")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=f"^at{told}"):
+        await client.create_schedule("s", Schedule(at=too_early), NewJob("q", "k"))
     with pytest.raises(InvalidRequest, match="where: has no condition, which would mean every job of the org"):
         await client.cancel_where(JobFilter(states=[JobState.READY]))
     with pytest.raises(InvalidRequest, match=r"attributes\['n'\]: must be a text, not None"):

@@ -173,6 +173,33 @@ def test_a_named_profile_is_used_by_name_and_the_environment_overrides_its_parts
     assert place.fake.tokens[-1] == "Bearer wr_other"
 
 
+def test_a_refused_token_is_told_with_the_profile_the_variable_or_the_option_that_gave_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.log_in()
+    place.log_in("--profile", "prod")
+    place.file.write_text(place.file.read_text().replace(TOKEN, "wr_revoked"))
+
+    def told(*arguments: str) -> str:
+        refused = windrow(*arguments, "server")
+        assert refused.code == 5
+        return refused.err.removeprefix("windrow: the token is not one of this cluster; ").rstrip("\n")
+
+    of = f"in {place.file}: replace it with `windrow login"
+    assert told() == f"the token came from the profile 'default' {of}`"
+    assert told("--profile", "prod") == f"the token came from the profile 'prod' {of} --profile prod`"
+    over = "which overrides the token of the profile 'prod'"
+    file = place.folder / "token"
+    file.write_text("wr_wrong")
+    assert told("--profile", "prod", "--token-file", str(file)) == f"the token came from --token-file {file}, {over}"
+    monkeypatch.setenv("WINDROW_TOKEN", "wr_wrong")
+    assert told("--profile", "prod") == f"the token came from WINDROW_TOKEN, {over}"
+    windrow("logout")
+    monkeypatch.setenv("WINDROW_TLS_CA", str(place.ca))
+    monkeypatch.setenv("WINDROW_ADDRESS", place.address)
+    assert told() == "the token came from WINDROW_TOKEN"
+
+
 def test_a_profile_that_is_not_there_is_refused(place: Place) -> None:
     place.log_in()
     done = windrow("--profile", "prod", "server")

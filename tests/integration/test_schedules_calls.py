@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Generator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import pairwise
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -354,6 +357,56 @@ async def test_a_run_that_is_asked_for_again_with_the_same_id_is_stored_once(cli
     with pytest.raises(windrow.NotFound) as refused:
         await client.trigger_schedule("nosuch", request_id=asked)
     assert refused.value.made_ids == (asked,)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({}, "schedule: must have exactly one of cron, every and at, and has none of them"),
+        ({"cron": "* * * * *", "every": 1}, "schedule: must have exactly one of cron, every and at, and has cron and "),
+        ({"cron": 5}, "cron: must be a str, not 5"),
+        ({"every": "1 h"}, "every: '1 h' is neither a number of seconds nor a timedelta"),
+        ({"at": "2030-01-01"}, "at: '2030-01-01' is not a datetime"),
+        ({"every": 1, "tz": UTC}, "tz: must be a str, not datetime.timezone.utc"),
+        ({"every": 1, "note": "\ud800"}, "note: must not have lone surrogates"),
+        ({"every": 1, "overlap": "skip"}, "overlap: must be an Overlap, not 'skip'"),
+        ({"every": 1, "catch_up": windrow.CatchUp.WINDOW}, "catch_up_window: must be set with CatchUp.WINDOW"),
+    ],
+)
+async def test_a_schedule_that_cannot_be_sent_is_refused_by_its_field_without_a_call(
+    fields: dict[str, Any], told: str
+) -> None:
+    job, schedule, match = windrow.NewJob("mail", "send"), windrow.Schedule(**fields), "^" + re.escape(told)
+    # No router is at this address, so a call would raise Unavailable.
+    async with windrow.Client("127.0.0.1:1", org="acme", timeout=0.1) as client:
+        for call in (
+            partial(client.create_schedule, "digest", schedule, job),
+            partial(client.update_schedule, "digest", schedule),
+            partial(client.put_schedule, "digest", schedule, job),
+            partial(client.preview_schedule, schedule),
+            partial(client.declare_schedules, [("digest", schedule, job)], declared_by="app"),
+        ):
+            with pytest.raises(windrow.InvalidRequest, match=match):
+                await call()
+        worker = windrow.Worker(client, "mail")
+        with pytest.raises(windrow.InvalidRequest, match=match):
+
+            @worker.every(schedule)
+            async def digest(_: windrow.Job) -> None: ...
+
+
+async def test_what_is_no_schedule_or_no_name_of_one_is_refused_without_a_call() -> None:
+    wrong: Any = "0 8 * * *"
+    number: Any = 5
+    job = windrow.NewJob("mail", "send")
+    async with windrow.Client("127.0.0.1:1", org="acme", timeout=0.1) as client:
+        for call in (client.create_schedule, client.put_schedule):
+            with pytest.raises(windrow.InvalidRequest, match=r"^schedule: must be a windrow\.Schedule, not '0 8 "):
+                await call("digest", wrong, job)
+            with pytest.raises(windrow.InvalidRequest, match=r"^name: must be a str, not 5$"):
+                await call(number, windrow.Schedule(every=1), job)
+            with pytest.raises(windrow.InvalidJob, match=r"^jobs\[0\]: must be a windrow\.NewJob, not None$"):
+                await call("digest", windrow.Schedule(every=1), cast("Any", None))
 
 
 async def test_a_declared_schedule_that_is_refused_is_named(client: windrow.Client) -> None:

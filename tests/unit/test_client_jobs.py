@@ -7,7 +7,7 @@ import math
 import pickle
 import re
 from dataclasses import FrozenInstanceError, fields, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from typing import Any, cast
 
 import pytest
@@ -34,6 +34,9 @@ from windrow.jobs import read_leased, read_record
 from windrow.new_jobs import batch_requests, enqueue_request
 from windrow.payloads import clipped, duration, encode, encode_result, moment, timestamp
 from windrow.v1 import job_pb2, queue_pb2
+
+# In UTC, this hour is before the year 1.
+FIRST_HOUR = datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=1)))
 
 
 def sent(job: NewJob) -> job_pb2.NewJob:
@@ -78,6 +81,8 @@ def test_a_payload_without_a_form_is_refused_by_its_path(value: Any) -> None:
     ("options", "path"),
     [
         ({"run_at": datetime(2030, 1, 1)}, "run_at"),  # noqa: DTZ001
+        ({"run_at": FIRST_HOUR}, "run_at"),
+        ({"expires_at": FIRST_HOUR}, "expires_at"),
         ({"delay": math.nan}, "delay"),
         ({"delay": math.inf}, "delay"),
         ({"run_at": "2030-01-01"}, "run_at"),

@@ -203,12 +203,15 @@ async def test_a_node_that_a_router_would_refuse_is_refused(client: Client) -> N
     async def adds(job: Job) -> None:
         assert job.workflow is not None
         more = Nodes()
+        more.job("q", "good")
         more.job("q", "bad", priority=10)
         await job.workflow.add(more)
 
     failed = await testing.run_job(worker, NewJob("q", "adds"), results={})
     assert failed.failure is not None
-    assert "priority" in failed.failure.message
+    # A router names the node so, too, and not as a job of an enqueue.
+    assert failed.failure.type == "windrow.errors.InvalidRequest"
+    assert failed.failure.message.startswith("nodes[1].job.template.priority: must be 1 to 9, not 10")
 
 
 async def test_a_test_that_is_cancelled_cancels_the_handler(client: Client) -> None:

@@ -11,7 +11,7 @@ from windrow.calls import patient_pause_s
 from windrow.client import Client
 from windrow.errors import TRANSIENT, FailedPrecondition, ResourceExhausted, WindrowError, invalid_argument
 from windrow.new_jobs import NewJob
-from windrow.schedules import Schedule
+from windrow.schedules import Schedule, check_schedule
 
 _log = logging.getLogger("windrow.worker")
 _PAUSE_FIRST_S, _PAUSE_MAX_S = 1.0, 30.0
@@ -27,7 +27,8 @@ class Declarations:
     _declared: dict[str, tuple[Schedule, NewJob]] = field(default_factory=dict[str, tuple[Schedule, NewJob]])
 
     def add(self, name: str, schedule: Schedule, job: NewJob) -> None:
-        """Raises InvalidRequest if the name is declared already."""
+        """Raises InvalidRequest if the name is declared already, or if the schedule cannot be sent."""
+        check_schedule(name, schedule, job)
         if name in self._declared:
             raise invalid_argument("name", f"{name!r} is declared twice")
         self._declared[name] = schedule, job

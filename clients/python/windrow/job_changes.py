@@ -163,7 +163,7 @@ class JobChanges(AdminCalls):
     ) -> list[Answer]:
         """Changes jobs that wait: their priority, when they run (at `run_at` or after `delay`), and all their
         attributes. 0 and None change nothing. Returns STALE for a job that is leased or dead or has succeeded, and
-        CANCELLED for a cancelled job. Raises TypeError or ValueError for a value that cannot be sent."""
+        CANCELLED for a cancelled job. Raises InvalidRequest for a value that cannot be sent."""
         change = _alteration(self.org, priority, run_at, delay, attributes)
 
         async def send(part: Sequence[str]) -> Sequence[int]:
@@ -322,11 +322,16 @@ def _alteration(
     if run_at is not None and delay is not None:
         raise InvalidRequest("run_at and delay are both given; give only one")
     request = queue_pb2.AlterJobsRequest(org=org, priority=priority)
-    if run_at is not None:
-        request.run_at.CopyFrom(timestamp(run_at))
+    set_time(request.run_at, "run_at", run_at)
     if delay is not None:
-        request.delay.CopyFrom(duration(delay))
+        try:
+            request.delay.CopyFrom(duration(delay))
+        except (TypeError, ValueError) as error:
+            raise invalid_argument("delay", error) from error
     if attributes is not None:
-        request.attributes.values.update(attributes)
+        try:
+            request.attributes.values.update(attributes)
+        except (TypeError, ValueError) as error:
+            raise invalid_argument("attributes", error) from error
         request.attributes.SetInParent()
     return request

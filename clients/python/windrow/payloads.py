@@ -67,6 +67,9 @@ def shown(value: object) -> str:
 
 def checked_text(name: str, text: str) -> str:
     """Returns an argument that is a str. Raises InvalidRequest, which names the argument, if it is no Unicode text."""
+    given: object = text
+    if not isinstance(given, str):
+        raise invalid_argument(name, f"must be a str, not {shown(given)}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -128,7 +131,7 @@ def _no_span(span: object) -> str:
 
 def timestamp(time: datetime) -> Timestamp:
     """Returns a time as a protobuf Timestamp. Raises TypeError. Raises ValueError for a time without a zone, because
-    such a time is ambiguous."""
+    such a time is ambiguous, and for a time that in UTC is not in the years 1 to 9999."""
     try:
         zone = time.tzinfo
     except AttributeError as error:
@@ -136,7 +139,10 @@ def timestamp(time: datetime) -> Timestamp:
     if zone is None:
         raise ValueError(f"{time!r} has no time zone; write datetime.now(UTC) or .astimezone()")
     message = Timestamp()
-    message.FromDatetime(time)
+    try:
+        message.FromDatetime(time)
+    except OverflowError as error:
+        raise ValueError(f"{time!r} is not in the years 1 to 9999 in UTC") from error
     return message
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TypeVar
@@ -27,7 +27,7 @@ from windrow.errors import (
 from windrow.ids import uuid7
 from windrow.jobs import JobState, RunCause, read_run_cause, state_of
 from windrow.new_jobs import NewJob, new_message, read_new
-from windrow.payloads import duration, moment, timestamp
+from windrow.payloads import checked_text, duration, moment, shown, timestamp
 from windrow.v1 import job_pb2, schedules_pb2
 
 _PAGE_MAX = 1000
@@ -173,7 +173,7 @@ class ScheduleCalls:
         Raises AlreadyExists if there is a schedule of this name, even if this call created it in a first try whose
         answer was lost. Raises InvalidRequest, for example for a cron expression that cannot be read."""
         request = schedules_pb2.CreateScheduleRequest(
-            org=self.org, name=name, spec=_spec(schedule), job=_template(job), paused=paused
+            org=self.org, name=checked_text("name", name), spec=_spec(schedule), job=_template(job), paused=paused
         )
         return _read((await self._ask_schedules(lambda stub: stub.CreateSchedule, request)).schedule)
 
@@ -182,7 +182,7 @@ class ScheduleCalls:
     ) -> ScheduleRecord:
         """Replaces the timing of a schedule (`schedule`), or the template of its jobs (`job`), or both. A new timing
         counts from now on. Raises NotFound."""
-        request = schedules_pb2.UpdateScheduleRequest(org=self.org, name=name)
+        request = schedules_pb2.UpdateScheduleRequest(org=self.org, name=checked_text("name", name))
         if schedule is not None:
             request.spec.CopyFrom(_spec(schedule))
             timing = {"cron", "interval", "at"} - {request.spec.WhichOneof("timing")}
@@ -195,6 +195,7 @@ class ScheduleCalls:
     async def put_schedule(self, name: str, schedule: Schedule, job: NewJob) -> ScheduleRecord:
         """Creates a schedule, or makes an existing schedule equal to this one. Does nothing if it is equal already. A
         paused schedule stays paused. Several processes may do this at the same time."""
+        check_schedule(name, schedule, job)
         for tries_left in range(_TRIES_MAX, -1, -1):
             try:
                 found, _ = await self.get_schedule(name)
@@ -294,8 +295,12 @@ class ScheduleCalls:
         the schedules that were declared under this name before and no longer are; `remove` deletes them. Several
         processes may do this at the same time. Raises InvalidRequest if a schedule with the name of one of these
         exists, but was not declared under `declared_by`."""
+        wanted = list(declared)
+        for name, schedule, job in wanted:
+            with _about(name):
+                check_schedule(name, schedule, job)
         names: set[str] = set()
-        for name, schedule, job in declared:
+        for name, schedule, job in wanted:
             names.add(name)
             try:
                 found, _ = await self.get_schedule(name)
@@ -305,11 +310,8 @@ class ScheduleCalls:
                 if found.schedule.declared_by != declared_by:
                     keeper = found.schedule.declared_by or "nobody in code"
                     raise _invalid("name", f"{name!r} is a schedule that is kept by {keeper}: take another name")
-            try:
+            with _about(name):
                 await self.put_schedule(name, replace(schedule, declared_by=declared_by), job)
-            except (InvalidRequest, ResourceExhausted) as error:
-                error.add_note(f"This is about the schedule {name!r}.")
-                raise
         stale = [
             record.name for record in await self.list_schedules(declared_by=declared_by) if record.name not in names
         ]
@@ -323,6 +325,23 @@ class ScheduleCalls:
         self, method: Callable[[Stub], Method[_Request, _Response]], request: _Request
     ) -> _Response:
         return await self.calls.call(method, request, final=ADMIN_FINAL)
+
+
+def check_schedule(name: str, schedule: Schedule, job: NewJob) -> None:
+    """Raises InvalidRequest or InvalidJob for a schedule that cannot be sent. A router checks the rest."""
+    checked_text("name", name)
+    _spec(schedule)
+    _template(job)
+
+
+@contextlib.contextmanager
+def _about(name: str) -> Generator[None]:
+    """Adds the name of a schedule to an error that may be about any of several schedules."""
+    try:
+        yield
+    except (InvalidRequest, ResourceExhausted) as error:
+        error.add_note(f"This is about the schedule {name!r}.")
+        raise
 
 
 def _invalid(field: str, why: str) -> InvalidRequest:
@@ -344,9 +363,16 @@ def _number(name: str, policy: Overlap) -> schedules_pb2.OverlapPolicy.ValueType
 
 
 def _spec(schedule: Schedule) -> schedules_pb2.ScheduleSpec:
-    given = [name for name in ("cron", "every", "at") if getattr(schedule, name) not in ("", None)]
-    if len(given) != 1:
-        raise invalid_argument("schedule", "must have exactly one of cron, every and at")
+    """Raises InvalidRequest, with the name of a field of Schedule that cannot be sent."""
+    given: object = schedule
+    if not isinstance(given, Schedule):
+        raise invalid_argument("schedule", f"must be a windrow.Schedule, not {shown(given)}")
+    timings = [name for name in ("cron", "every", "at") if getattr(schedule, name) not in ("", None)]
+    if len(timings) != 1:
+        has = " and ".join(timings) or "none of them"
+        raise invalid_argument("schedule", f"must have exactly one of cron, every and at, and has {has}")
+    for name in ("cron", "tz", "note", "declared_by"):
+        checked_text(name, getattr(schedule, name) or "")
     message = schedules_pb2.ScheduleSpec(
         time_zone=schedule.tz,
         overlap=_number("overlap", schedule.overlap),
@@ -357,6 +383,8 @@ def _spec(schedule: Schedule) -> schedules_pb2.ScheduleSpec:
         message.catch_up = _CATCH_UP_NUMBERS[schedule.catch_up]
     except KeyError as error:
         raise invalid_argument("catch_up", f"must be a CatchUp, not {schedule.catch_up!r}") from error
+    if schedule.catch_up is CatchUp.WINDOW and schedule.catch_up_window is None:
+        raise invalid_argument("catch_up_window", "must be set with CatchUp.WINDOW")
     if schedule.cron:
         message.cron = schedule.cron
     for field, name in (("interval", "every"), ("jitter", "jitter"), ("catch_up_window", "catch_up_window")):

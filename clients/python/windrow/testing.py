@@ -110,7 +110,7 @@ async def run_job(
     InvalidRequest if the worker does not take jobs of its queue or has no handler for its kind."""
     message = new_message(job)
     if faults := list(job_faults(message)):
-        raise error_of(_refusal(0, faults))
+        raise error_of(_refusal("jobs[0]", faults))
     if job.queue not in worker.queues:
         raise invalid_argument("queue", f"must be one of the worker's, not {job.queue!r}")
     # This module belongs to the same package as the worker, so it may use what is private there.
@@ -237,10 +237,11 @@ class _Recorder(Calls):
             raise invalid_argument("org", fault)
         refused = {at: faults for at, job in enumerate(request.jobs) if (faults := list(job_faults(job)))}
         if refused and not request.independent:
-            raise error_of(_refusal(*next(iter(refused.items()))))
+            at, faults = next(iter(refused.items()))
+            raise error_of(_refusal(f"jobs[{at}]", faults))
         return queue_pb2.EnqueueResponse(
             results=[
-                queue_pb2.EnqueueResult(error=_refusal(at, refused[at]))
+                queue_pb2.EnqueueResult(error=_refusal(f"jobs[{at}]", refused[at]))
                 if at in refused
                 else self._store(request.org, job)
                 for at, job in enumerate(request.jobs)
@@ -294,13 +295,13 @@ class _FlowCalls(_Recorder):
                 return await super().call(method, request, **options)
 
     def _add(self, request: workflows_pb2.AddNodesRequest) -> workflows_pb2.AddNodesResponse:
-        new = [node for node in request.nodes if node.name not in self.added]
-        for at, node in enumerate(new):
+        new = {at: node for at, node in enumerate(request.nodes) if node.name not in self.added}
+        for at, node in new.items():
             # Make the job's id, as a router does.
             node.job.id = uuid7()
             if faults := list(job_faults(node.job)):
-                raise error_of(_refusal(at, faults))
-        self.added |= {node.name: read_new(node.job) for node in new}
+                raise error_of(_refusal(f"nodes[{at}].job", faults))
+        self.added |= {node.name: read_new(node.job) for node in new.values()}
         return workflows_pb2.AddNodesResponse(
             job_ids=[self.added[node.name].id or "" for node in request.nodes],
             added=len(new),
@@ -410,9 +411,9 @@ def _recorder(calls: Calls) -> _Recorder:
     return calls
 
 
-def _refusal(at: int, faults: Sequence[Violation]) -> Status:
-    """Returns the status by which a router refuses job `at`."""
-    paths = [(f"jobs[{at}].{fault.field}", fault.description) for fault in faults]
+def _refusal(job: str, faults: Sequence[Violation]) -> Status:
+    """Returns the status by which a router refuses a job. `job`: the job's path in the request."""
+    paths = [(f"{job}.{fault.field}", fault.description) for fault in faults]
     bad = BadRequest(field_violations=[BadRequest.FieldViolation(field=path, description=text) for path, text in paths])
     detail = AnyMessage()
     detail.Pack(bad)

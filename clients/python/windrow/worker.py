@@ -295,8 +295,8 @@ class Worker:
         may declare the same schedules. See `removes_undeclared` about schedules that are no longer declared. The client
         needs the scopes read and admin. run() raises InvalidRequest if it cannot read `when` or `tz`.
 
-        Raises InvalidRequest if the name is declared already, if the kind has a handler, or if the worker does not take
-        jobs of the queue."""
+        Raises InvalidRequest if the name is declared already, if the kind has a handler, if the worker does not take
+        jobs of the queue, or for a Schedule or payload that cannot be sent."""
         schedule = when
         if isinstance(schedule, str):
             schedule = Schedule(cron=schedule, tz=tz)
