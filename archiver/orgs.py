@@ -128,9 +128,10 @@ class Receipt:
 
 async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None], erasure_id: str | None = None) -> Receipt:
     """Erases everything that the cluster's databases store about an org, and what the archiver has exported of it.
-    `say` is called with texts about the progress. Raises LegallyHeld, OrgMoves, AnotherArchives, ShardError,
-    ExportFailed; if it is interrupted, call it again. `erasure_id`: a UUID; default: a new one. If it is the same as
-    before, the receipt also has what the shards had erased before."""
+    Ends interrupted erasures too, but leaves the exports of their orgs, whose names no shard knows any more. `say` is
+    called with texts about the progress. Raises LegallyHeld, OrgMoves, AnotherArchives, ShardError, ExportFailed; if it
+    is interrupted, call it again. `erasure_id`: a UUID; default: a new one. If it is the same as before, the receipt
+    also has what the shards had erased before."""
     erasure_id = erasure_id or str(uuid.uuid4())
     # Open the exports before anything is erased, so that an unreachable location is noticed now, and not at the end.
     exports = await _exports(cluster)
