@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -130,9 +130,10 @@ class Receipt:
 
 async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None], erasure_id: str | None = None) -> Receipt:
     """Erases everything that the cluster's databases store about an org, and what the archiver has exported of it.
-    `say` is called with texts about the progress. Raises LegallyHeld, OrgMoves, AnotherArchives, ShardError,
-    ExportFailed; if it is interrupted, call it again. `erasure_id`: a UUID; default: a new one. If an earlier call had
-    the same `erasure_id`, the receipt also has what the shards erased in that call."""
+    Ends interrupted erasures too, but leaves the exports of their orgs, whose names no shard knows any more. `say` is
+    called with texts about the progress. Raises LegallyHeld, OrgMoves, AnotherArchives, ShardError, ExportFailed; if it
+    is interrupted, call it again. `erasure_id`: a UUID; default: a new one. If an earlier call had the same
+    `erasure_id`, the receipt also has what the shards erased in that call."""
     erasure_id = erasure_id or str(uuid.uuid4())
     # Open the exports before anything is erased, so that an unreachable location is noticed now, and not at the end.
     exports = await _exports(cluster)
@@ -140,7 +141,7 @@ async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None], era
     files: list[Erased] = []
     async with _every(cluster) as (catalog, shards):
         # An erasure that is refused must change nothing, so check for a move before the org's settings are deleted.
-        await _wait_for_rest(catalog, org)
+        await _home(catalog, org)
         # Delete the policy first, so that the copies on the shards are made from a catalog without it.
         await org_policies.delete(catalog, org)
         await limits.forget_org(catalog, org)
@@ -203,12 +204,12 @@ async def _exports(cluster: Cluster) -> _Exports | None:
     return _Exports(await open_files(location))
 
 
-async def _wait_for_rest(catalog: Database, org: OrgId) -> None:
-    """Waits a short time until the org lives on one shard only. Raises OrgMoves."""
+async def _home(catalog: Database, org: OrgId) -> ShardName:
+    """Waits a short time until the org lives on one shard only. Returns that shard. Raises OrgMoves."""
     for tries_left in reversed(range(_BEGIN_TRIES)):
         reads = (await catalogs.read(catalog)).placement(org).reads
         if len(reads) == 1:
-            return
+            return reads[0]
         if not tries_left:
             raise OrgMoves(org, reads)
         await asyncio.sleep(_BEGIN_PAUSE_S)
@@ -216,12 +217,16 @@ async def _wait_for_rest(catalog: Database, org: OrgId) -> None:
 
 async def _begin(catalog: Database, shards: Mapping[ShardName, Database], org: OrgId, erasure_id: str) -> bool:
     """Begins the erasure on all shards, and repeats that until no shard has the org. Gives up after some tries, because
-    producers may create a new org of this name again and again. Returns whether any shard had the org."""
+    producers may create a new org of this name again and again. Returns whether any shard had the org. Raises
+    OrgMoves."""
     found = False
     for tries_left in reversed(range(_BEGIN_TRIES)):
-        reads = (await catalogs.read(catalog)).placement(org).reads
+        # One shard after another. Begin with the shard where the org lives, because moves take jobs from there: after
+        # the org is gone from this shard, no more of its jobs move to other shards.
+        home = await _home(catalog, org)
+        order = (home, *(name for name in shards if name != home))
         try:
-            if not await _begin_on_all(shards, reads, org, erasure_id):
+            if not any([await _begin_on(shards[name], org, erasure_id) for name in order]):
                 break
             found = True
         except OrgMoves:
@@ -229,18 +234,6 @@ async def _begin(catalog: Database, shards: Mapping[ShardName, Database], org: O
                 raise
             await asyncio.sleep(_BEGIN_PAUSE_S)
     return found
-
-
-async def _begin_on_all(
-    shards: Mapping[ShardName, Database], reads: Sequence[ShardName], org: OrgId, erasure_id: str
-) -> bool:
-    """Begins the erasure on one shard after another. Begins with the shard where the org lives, because moves take jobs
-    from there: after the org is gone from this shard, no more of its jobs move to other shards. Returns whether any
-    shard had the org."""
-    if len(reads) > 1:
-        raise OrgMoves(org, reads)
-    order = (*reads, *(name for name in shards if name not in reads))
-    return any([await _begin_on(shards[name], org, erasure_id) for name in order])
 
 
 async def _begin_on(database: Database, org: OrgId, erasure_id: str) -> bool:

@@ -18,8 +18,13 @@ _SHOWN_MAX = 20
 
 
 def verdict(found: Sequence[Violation], *, excused: bool = False) -> Mapping[str, list[str]]:
-    """Returns the violations by invariant: those that count, or the excused ones, which a restored backup explains."""
-    return {name: [one.what for one in found if one.invariant == name and one.excused is excused] for name in EXAMINED}
+    """Returns the violations by invariant: those that count, or the excused ones, which a restored backup explains. Has
+    every invariant of EXAMINED, and any other that is violated."""
+    by_invariant: dict[str, list[str]] = {name: [] for name in EXAMINED}
+    for one in found:
+        if one.excused is excused:
+            by_invariant.setdefault(one.invariant, []).append(one.what)
+    return by_invariant
 
 
 def write(
@@ -40,7 +45,7 @@ def markdown(order: Order, told: Told, found: Sequence[Violation], environment: 
             title="Invariants",
             head=("", "invariant", "verdict"),
             rows=[
-                (name, EXAMINED[name], "held" if not whats else f"**{len(whats)} violations**")
+                (name, EXAMINED.get(name, ""), "held" if not whats else f"**{len(whats)} violations**")
                 for name, whats in violated.items()
             ],
         ),

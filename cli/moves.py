@@ -111,6 +111,7 @@ def plan(config: options.Config, as_json: options.Json = False) -> None:
         output.say("nothing can move now: the slots of these orgs are not where the cluster file wants them")
     else:
         output.say("nothing to move: every slot is where the cluster file wants it")
+    _note_left_out(cluster)
     for complaint in stuck:
         output.note(complaint)
     _refuse_misfits(troubles)
@@ -118,6 +119,15 @@ def plan(config: options.Config, as_json: options.Json = False) -> None:
         raise typer.Exit(ExitCode.NO)
     if troubles:
         raise typer.Exit(ExitCode.UNAVAILABLE)
+
+
+def _note_left_out(cluster: Cluster) -> None:
+    """Prints a note for each shard that the plan leaves out because of its state (balancer/plan.py)."""
+    for entry in cluster.shards:
+        if not entry.state.takes_enqueues:
+            output.note(
+                f"shard {entry.name!r} keeps the slots that it has and gets no more: its state is {entry.state.word}"
+            )
 
 
 def _refuse_misfits(troubles: Collection[ShardError]) -> None:
@@ -248,9 +258,13 @@ async def _rebalance(cluster: Cluster) -> tuple[int, Mapping[Move, str]]:
     from balancer.shards import open_shards
 
     stop = databases.stop_on_signals()
+    _note_left_out(cluster)
     async with open_shards(cluster) as shards:
         total = await shards.slots_to_go()
         if not total:
+            # While slots move, the balancing itself names the shards that it cannot use.
+            for trouble in (await shards.troubles()).values():
+                output.note(str(trouble))
             return 0, {}
         with output.counting_to(total, "slots") as show:
             moving = asyncio.create_task(_move(cluster, shards, stop))

@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from uuid import UUID
 
-from shard.vocabulary import JobId
+from shard.vocabulary import HOUR_US, JobId
 
 # How far the time in an id may be ahead of the shard's clock.
-_HOUR_US = 3_600_000_000
+_AHEAD_US_MAX = HOUR_US
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
@@ -28,7 +28,7 @@ def made_at_ms(job_id: str) -> int:
 def bounds_ms(now_us: int, *, horizon_us: int) -> tuple[int, int]:
     """Returns the first and the last millisecond in which the id of a new job or workflow may have been made. The
     statements that store jobs and workflows have the same rule."""
-    return -(-(now_us - horizon_us) // 1000), (now_us + _HOUR_US) // 1000
+    return -(-(now_us - horizon_us) // 1000), (now_us + _AHEAD_US_MAX) // 1000
 
 
 def to_hex(job_id: str) -> str:

@@ -18,6 +18,7 @@ Slot = NewType("Slot", int)
 QueueId = NewType("QueueId", int)
 # Microseconds since 1970-01-01 UTC, by the clock of a shard's Postgres.
 Micros = NewType("Micros", int)
+HOUR_US = 3_600_000_000
 
 # Stands for the catalog's database where a shard's name is expected.
 CATALOG = ShardName("catalog")

@@ -91,9 +91,11 @@ class ClaimedPart(NamedTuple):
 
 
 class Held(NamedTuple):
-    """For how long a limit holds back the jobs of a part of a claim."""
+    """For how long a limit, or a lock, holds back the jobs of a part of a claim."""
 
     for_s: float
+    # Another session of the shard holds a lock that the claim needs. None: a limit holds the jobs back.
+    locked: RowLocked | None = None
 
 
 class SpentLimit(NamedTuple):
@@ -179,11 +181,10 @@ class Starts(Buckets):
         )
         try:
             result = await (claim if permit is None else permit.spend(claim))
-        except RowLocked:
-            if part.in_flight is None:
-                raise
-            # Another claim of this org takes long, and its leases must be counted first.
-            return Held(PAUSE_S)
+        except RowLocked as error:
+            # With a limit of jobs in flight, most often another claim of this org takes long, and its leases must be
+            # counted first. Otherwise another session holds, for example, the bucket of a group whose job falls due.
+            return Held(PAUSE_S, locked=error if part.in_flight is None else None)
         return ClaimedPart(result, max_jobs, None if permit is None else permit.put_back)
 
     async def draw(self, org: OrgId, buckets: Sequence[Bucket], wanted: int) -> Permit | None:

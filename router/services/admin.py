@@ -181,6 +181,8 @@ class AdminService:
         if 0 < request.per_second < _REDRIVE_RATE_MIN:
             why = f"must be 0, or {_REDRIVE_RATE_MIN:g} or more, not {request.per_second:g}"
             raise InvalidRequest([Violation("per_second", why)])
+        if request.already_redriven and not request.per_second:
+            raise InvalidRequest([Violation("already_redriven", "must be 0 without per_second")])
         if request.per_second and request.already_redriven > (most := int(_DELAY_S_MAX * request.per_second) - limit):
             why = f"must be at most {most:,} at {request.per_second:g} jobs per second and a limit of {limit:,}"
             told = f"{why}, not {request.already_redriven:,}: no job may become due more than 3,650 days ahead"

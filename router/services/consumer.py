@@ -271,6 +271,9 @@ class Consumer:
                     bytes_max=room,
                 )
                 if isinstance(claimed, Held):
+                    if claimed.locked is not None and not self._entered:
+                        # The call does not wait, so nothing would look again. No jobs would mean that none is due.
+                        raise claimed.locked
                     member.room.hold(self.org, queues, claimed.for_s)
                     continue
                 taken = claimed.result

@@ -13,15 +13,14 @@ from dataclasses import dataclass
 
 import xxhash
 
-from shard.vocabulary import Micros, OrgId, ShardName, Slot
+from shard.vocabulary import HOUR_US, Micros, OrgId, ShardName, Slot
 
 SLOTS = 16_384
 # The epoch of a new cluster's placement. A caller with this epoch knows of no move.
 FIRST_EPOCH = 1
 
-_HOUR_US = 3_600_000_000
-_IDS_KNOWN_US = 2 * _HOUR_US
-KEYS_KNOWN_US = 31 * 24 * _HOUR_US
+_IDS_KNOWN_US = 2 * HOUR_US
+KEYS_KNOWN_US = 31 * 24 * HOUR_US
 
 
 def slot_of(org: OrgId) -> Slot:

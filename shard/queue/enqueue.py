@@ -26,11 +26,10 @@ from shard.queue.bisect_errors import ROW_ERRORS, bisect_errors
 from shard.queue.pending_enqueue import RESULT_UNKNOWN, Call, Inserted, PendingEnqueue, Taker
 from shard.queue.queue_ids import QUEUES_MAX, Name, NewQueuesLocked, QueueIds
 from shard.queue.row_locks import JobRow, KeyRow, RowLocks
-from shard.vocabulary import SPARSE_COLUMNS, JobId, JobState, Known, Micros, NewJobs, OrgId, QueueId, Slot
+from shard.vocabulary import HOUR_US, SPARSE_COLUMNS, JobId, JobState, Known, Micros, NewJobs, OrgId, QueueId, Slot
 
 # How often a statement is tried again after its obstacle was removed. Each try removes one obstacle for good.
 _TRIES_MAX = 6
-_HOUR_US = 3_600_000_000
 _HOUR_MS = 3_600_000
 # How each sparse column of NewJobs is sent.
 SPARSE_ENCODERS = {
@@ -55,7 +54,7 @@ class Enqueuer:
         self._key_locks = row_locks.of_keys(database)
         self._database = database
         self._names = names
-        self._horizon_us = round(horizon_days * 24 * _HOUR_US)
+        self._horizon_us = round(horizon_days * 24 * HOUR_US)
         self._horizon_days = horizon_days
         # The time that the shard returned last, and the time by time.monotonic_ns at which it was read. This is a hint
         # (I7).

@@ -235,6 +235,8 @@ def verdict(record: JobRecord | None, trial_at: Micros) -> Verdict:
     outcomes = [attempt.outcome for attempt in record.attempts() if attempt.ended_at >= trial_at]
     if record.state == JobState.SUCCEEDED.value or Outcome.ACKED in outcomes or Outcome.NACKED in outcomes:
         return Verdict.PROPER
+    # A time-out is no crash elsewhere, because its worker may be alive. But it does not show that the kind may be
+    # released, and a next trial at once could take down one worker after another.
     if Outcome.EXPIRED in outcomes or Outcome.TIMED_OUT in outcomes:
         return Verdict.CRASHED
     return Verdict.GONE if record.state == JobState.DEAD.value else Verdict.WAITS

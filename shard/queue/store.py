@@ -250,8 +250,8 @@ class Store:
         in_flight: InFlightLimits | None = None,
     ) -> ClaimResult:
         """Leases up to `max_jobs` due jobs for `window_us` microseconds. Leases fewer jobs if they fill `bytes_max` or
-        the limits of jobs in flight. Raises ShardUnavailable and TooManyWaiting. Raises RowLocked if such a limit
-        exists, and other claims hold the lock of the org for too long."""
+        the limits of jobs in flight. Raises ShardUnavailable and TooManyWaiting. Raises RowLocked if other sessions
+        hold a lock for too long that the claim needs, such as other claims if there are limits of jobs in flight."""
         self.clock.check()
         request = ClaimRequest(org, tuple(queues), max_jobs, window_us, worker, bytes_max, in_flight)
         while True:

@@ -201,6 +201,8 @@ def test_a_shard_in_kubernetes_acknowledges_only_what_two_of_three_servers_have(
     cluster, store, backup = yaml.safe_load_all((CHECKOUT / "deploy" / "cloudnativepg" / "s1.yaml").read_text())
     assert cluster["spec"]["instances"] == 3
     assert cluster["spec"]["enablePDB"]
+    initdb = cluster["spec"]["bootstrap"]["initdb"]
+    assert initdb["postInitApplicationSQL"] == [f"GRANT pg_read_all_stats TO {initdb['owner']}"]
     synchronous = {"method": "any", "number": 1, "dataDurability": "required", "failoverQuorum": True}
     assert cluster["spec"]["postgresql"]["synchronous"] == synchronous
     (plugin,) = cluster["spec"]["plugins"]

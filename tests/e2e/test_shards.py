@@ -86,6 +86,26 @@ async def test_a_plan_tells_what_is_to_move_and_rebalance_does_it(field: Field) 
     ]
 
 
+async def test_plan_and_rebalance_name_the_shards_that_are_left_out(field: Field) -> None:
+    nothing = "nothing to move: every slot is where the cluster file wants it\n"
+    for state in ("read_only", "dequeue_only", "off"):
+        field.write(s1={}, s2={"state": state})
+        why = f"shard 's2' keeps the slots that it has and gets no more: its state is {state}\n"
+        for command in ("plan", "rebalance"):
+            assert await windrow(field, "shards", command) == Done(code=0, out=nothing, err=why)
+    field.dsns[B] = "host=127.0.0.1 port=1"
+    field.write(s1={}, s2={"weight": 0})
+    done = await windrow(field, "shards", "rebalance")
+    assert (done.code, done.out) == (0, nothing)
+    assert done.err.startswith("shard 's2' is unavailable: connection failed: ")
+    # Slots are to move there: the command names the shard, and waits for it.
+    field.write(s1=BUT_A_PART, s2={})
+    command = start(field, "shards", "rebalance")
+    await command.says("nothing moves from or to shard 's2': shard 's2' is unavailable: connection failed: ")
+    command.process.send_signal(signal.SIGINT)
+    assert (await end(command)).code == 130
+
+
 async def test_rebalance_shows_what_another_does_and_goes_on_where_that_ends(field: Field) -> None:
     field.write(s1=BUT_A_PART, s2={})
     async with leader_session(field.dsns[A]) as other:

@@ -488,6 +488,7 @@ def admin_cases() -> Iterator[Bad]:
     yield from of("RedriveQueue", "per_second", rates)
     yield from of("RedriveQueue", "already_redriven", {"negative": -1, "too many": 1_000_000_001})
     yield from of("RedriveQueue", "already_redriven", {"due in 32,000 years": 1_000_000_000}, per_second=0.001)
+    yield from of("RedriveQueue", "already_redriven", {"without per_second": 1})
     for rpc in ("CountJobs", "RedriveQueue"):
         for field in ("died_after", "died_before"):
             yield from of(rpc, field, TIMESTAMPS)

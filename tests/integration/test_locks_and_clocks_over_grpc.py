@@ -3,10 +3,12 @@ line."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,12 +16,15 @@ from pathlib import Path
 import grpc
 import psycopg
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
 
 from cli.main import main
 from tests.conftest import SHARD
 from tests.jobs import job_id, job_message
 from tests.routers import PATIENCE_S, Routers, Stubs, detail, running_routers, stubs, until, write_cluster
+from tests.streams import client, new_job
+from tests.streams import until as until_true
 from tests.timemachine import SetClock
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
@@ -102,6 +107,54 @@ def test_the_ack_of_a_locked_job_names_the_blocker_and_other_calls_succeed(runni
         assert [one.result() for one in served] == [[OK]] * 12
         assert f"job {mine.id} is locked by another session" in str(refused.result().details())
     assert running.ack("mine", mine.lease) == [OK]
+
+
+@pytest.mark.parametrize("what", ["stream", "stream of all orgs", "dequeue"])
+async def test_consumers_wait_while_the_bucket_of_a_group_is_locked(running: Running, what: str) -> None:
+    """A job of a group falls due, so the claim needs the bucket of the group, which another session has locked."""
+    async with client(running.routers.address) as near, AsyncExitStack() as stack:
+        (job,) = await near.enqueue("mine", new_job(group="g", delay=Duration(seconds=3600)))
+        holder = await stack.enter_async_context(await psycopg.AsyncConnection.connect(running.dsn))
+        await holder.execute("SELECT pg_advisory_xact_lock(14, bucket) FROM generate_series(0, 1023) AS bucket")
+        running.clock.set(timedelta(hours=2))
+        if what == "dequeue":
+            call = asyncio.create_task(near.dequeue("mine", wait_s=PATIENCE_S))
+            await until_claims_waited(running.dsn, lambda: call.done())
+            await holder.rollback()
+            jobs = await call
+        else:
+            stream = await stack.enter_async_context(
+                near.stream(None if what == "stream of all orgs" else "mine", credit=1)
+            )
+            await until_claims_waited(running.dsn, lambda: stream.ended)
+            await holder.rollback()
+            jobs = await stream.until_jobs(1)
+        assert [one.id for one in jobs] == [job]
+
+
+async def test_a_dequeue_that_does_not_wait_is_told_that_a_row_is_locked(running: Running) -> None:
+    """An answer without jobs would mean that none is due."""
+    async with client(running.routers.address) as near:
+        await near.enqueue("mine", new_job(group="g", delay=Duration(seconds=3600)))
+        async with await psycopg.AsyncConnection.connect(running.dsn) as holder:
+            await holder.execute("SELECT pg_advisory_xact_lock(14, bucket) FROM generate_series(0, 1023) AS bucket")
+            running.clock.set(timedelta(hours=2))
+            with pytest.raises(grpc.aio.AioRpcError, match="locked by another session"):
+                await near.dequeue("mine")
+
+
+async def until_claims_waited(dsn: str, ended: Callable[[], bool]) -> None:
+    """Waits until three claims, one after another, have waited for the lock of a bucket, or until the consumer's call
+    has ended."""
+    waits = "SELECT query_start FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'advisory'"
+    began: set[object] = set()
+    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as watcher:
+
+        async def waited() -> bool:
+            began.update([row[0] async for row in await watcher.execute(waits)])
+            return len(began) >= 3 or ended()
+
+        await until_true(waited, "claims wait again and again")
 
 
 def test_doctor_names_the_session_that_keeps_a_row_locked(running: Running, windrow: Command) -> None:

@@ -818,6 +818,34 @@ async def test_an_erasure_that_does_not_keep_archivers_away_any_more_leaves_the_
     assert exported(place, org) == 0
 
 
+async def test_an_erasure_of_another_org_ends_one_that_was_interrupted_and_leaves_its_exports(
+    field: Field, org: OrgId, other_org: OrgId, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "exports"
+    field.write(f"[archiver]\nexport = '{place}'\n", s1={})
+    database = field.databases[A]
+    await finish_some(database, org)
+    await age_finished(database, org, days=40)
+    await pass_once(field)
+    for one in (org, other_org):
+        await Store(database).enqueue(some_jobs(one, 1))
+
+    async def interrupted(database: Database, _: erasure.Unfinished) -> bool:
+        raise ShardUnavailable(database.name, "away")
+
+    with monkeypatch.context() as away:
+        away.setattr(erasure, "go_on", interrupted)
+        with pytest.raises(ShardUnavailable):
+            await orgs.erase(field.cluster, org, say=print)
+    receipt = await orgs.erase(field.cluster, other_org, say=print)
+    assert [one.live for one in receipt.shards[A]] == [1, 1]
+    assert await erasure.unfinished(database) == []
+    assert (receipt.files, exported(place, org)) == ([], 2)
+    # The command of the org itself still finds them.
+    assert [one.rows for one in (await orgs.erase(field.cluster, org, say=print)).files] == [2]
+    assert exported(place, org) == 0
+
+
 async def test_it_is_refused_while_a_shard_cannot_be_reached_and_nothing_is_erased(field: Field, org: OrgId) -> None:
     await Store(field.databases[A]).enqueue(some_jobs(org, 1))
     field.write(s1={}, s2={"dsn": "host=127.0.0.1 port=1 connect_timeout=1"})

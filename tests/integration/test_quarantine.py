@@ -39,14 +39,17 @@ def jobs_of(
     return jobs
 
 
-async def end_leases(database: Database, org: OrgId) -> None:
-    """Ends the windows of all leases of the org, as if their workers had died."""
+async def end_leases(database: Database, org: OrgId, *, lasted_s: float = 0) -> None:
+    """Ends the windows of all leases of the org, as if their workers had died. The leases have lasted for `lasted_s` at
+    least."""
     await database.run(
         b"""
-        UPDATE windrow.job j SET visible_at = now(), leased_at = least(j.leased_at, now()) FROM windrow.queue q
+        UPDATE windrow.job j
+        SET visible_at = now(), leased_at = least(j.leased_at, now() - %(lasted_s)s::float8 * interval '1 s')
+        FROM windrow.queue q
         WHERE q.queue_id = j.queue_id AND q.org = %(org)s AND j.lease IS NOT NULL
         """,
-        {"org": org},
+        {"org": org, "lasted_s": str(lasted_s)},
     )
 
 
@@ -148,6 +151,33 @@ async def test_fewer_crashes_than_the_queue_allows_quarantine_nothing(
     await store.sweep()
     assert await quarantined(database, org) == {}
     assert await kinds_leased(store, org) == ["poison"]
+
+
+async def test_leases_that_max_runtime_has_ended_are_no_crashes(store: Store, database: Database, org: OrgId) -> None:
+    await store.enqueue(some_jobs(org, max_runtime_us=1_000_000))
+    for _ in range(AFTER + 3):
+        assert len(await lease_jobs(store, org)) == 1
+        await end_leases(database, org, lasted_s=2)
+    assert await crashes(database, org) == 0
+
+
+async def test_a_trial_that_max_runtime_has_ended_does_not_release_its_kind(
+    store: Store, database: Database, org: OrgId
+) -> None:
+    """Nothing shows that the handler lets its worker live, so the next trial comes after a longer pause."""
+    await store.enqueue(jobs := some_jobs(org, max_runtime_us=1_000_000))
+    # Each of these leases ends at once, before `max_runtime`.
+    await crash(store, database, org, AFTER + 1, *jobs.kinds)
+    await store.sweep()
+    ((kind, before),) = (await quarantined(database, org)).items()
+    assert await lease_jobs(store, org) == []
+    await pass_pause(database, org)
+    await store.sweep()
+    assert len(await lease_jobs(store, org)) == 1
+    await end_leases(database, org, lasted_s=2)
+    assert await lease_jobs(store, org) == []
+    await store.sweep()
+    assert await quarantined(database, org) == {kind: (before[0] + 1, 2 * PAUSE_S, False)}
 
 
 async def test_a_queue_without_the_setting_records_no_crash(database: Database, org: OrgId) -> None:

@@ -98,3 +98,7 @@ async def test_the_client_and_the_command_redrive_at_a_rate(
             assert command(*redrive, "--kind", "k").code == 2
             done = command(*redrive, "--queue", "mail", "--kind", "k", "--died-after", "1h", "--json")
             assert done.documents == [{"redriven": 1, "skipped": 0}]
+            # Without a rate, no call may say how many jobs the calls before it have redriven.
+            for _ in range(3):
+                await dies()
+            assert await client.redrive_queue("mail") == 3

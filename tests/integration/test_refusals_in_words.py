@@ -138,6 +138,10 @@ REFUSALS: dict[str, tuple[Callable[[Stubs], object], str]] = {
         "already_redriven: must be at most 3,153,590 at 0.01 jobs per second and a limit of 10, not 4,000,000: no job "
         "may become due more than 3,650 days ahead",
     ),
+    "a place in a redrive without a rate": (
+        lambda both: redrive(both, already_redriven=1),
+        "already_redriven: must be 0 without per_second",
+    ),
     "no configuration": (lambda both: update(both, None), "config: must be set"),
     "a page token": (
         lambda both: list_jobs(both, "zzz"),

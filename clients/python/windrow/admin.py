@@ -382,10 +382,10 @@ class AdminCalls:
 
         async def redrive(count: int) -> tuple[int, bool]:
             nonlocal redriven
-            request = admin_pb2.RedriveQueueRequest(
-                org=self.org, queue=queue, kind=kind, limit=count, already_redriven=redriven
-            )
+            request = admin_pb2.RedriveQueueRequest(org=self.org, queue=queue, kind=kind, limit=count)
             request.MergeFrom(conditions)
+            if per_second:
+                request.already_redriven = redriven
             response = await self._ask(lambda stub: stub.RedriveQueue, request, final=_ANY, refusals=_NOT_DONE)
             redriven += response.redriven
             return response.redriven, response.limit_reached
