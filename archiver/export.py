@@ -77,9 +77,9 @@ class Erased(NamedTuple):
     rows: int
 
 
-async def open_files(location: ExportLocation) -> Files:
-    """Opens a location for writing. Raises ExportFailed."""
-    return await asyncio.to_thread(Files, location, make=True)
+async def open_files(location: ExportLocation, *, make: bool) -> Files:
+    """Opens a location for writing. With `make`, the directory is created if it does not exist. Raises ExportFailed."""
+    return await asyncio.to_thread(Files, location, make=make)
 
 
 async def export_day(

@@ -198,7 +198,9 @@ async def _exports(cluster: Cluster) -> _Exports | None:
         from archiver.export import open_files
     except ModuleNotFoundError as error:
         raise NotInstalled(error.name) from error
-    return _Exports(await open_files(location))
+    # Do not make a directory that does not exist. The exports are probably on another machine, and an empty directory
+    # here would show that the org has no exports.
+    return _Exports(await open_files(location, make=False))
 
 
 async def _wait_for_rest(catalog: Database, org: OrgId) -> None:

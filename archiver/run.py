@@ -197,7 +197,7 @@ async def _open_files(location: ExportLocation) -> Files:
         from archiver import export
     except ModuleNotFoundError as error:
         raise NotInstalled(error.name) from error
-    return await export.open_files(location)
+    return await export.open_files(location, make=True)
 
 
 async def _export(

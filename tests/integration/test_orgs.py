@@ -818,6 +818,25 @@ async def test_an_erasure_that_does_not_keep_archivers_away_any_more_leaves_the_
     assert exported(place, org) == 0
 
 
+async def test_it_is_refused_where_the_directory_of_the_exports_does_not_exist_and_nothing_is_erased(
+    field: Field, org: OrgId, tmp_path: Path
+) -> None:
+    """The command runs on another machine than the archiver, or the directory is not mounted."""
+    place = tmp_path / "exports"
+    field.write(f"[archiver]\nexport = '{place}'\n", s1={}, s2={})
+    await finish_some(field.databases[A], org)
+    await age_finished(field.databases[A], org, days=40)
+    await pass_once(field)
+    await Store(field.databases[A]).enqueue(some_jobs(org, 1))
+    elsewhere = place.rename(tmp_path / "elsewhere")
+    failed = await asyncio.to_thread(windrow, "orgs", "erase", org, "--yes", "--config", str(field.config))
+    assert failed.code == 3
+    assert "there is no such directory" in " ".join(failed.err.split())
+    assert (place.exists(), await field.count_jobs(A)) == (False, 1)
+    elsewhere.rename(place)
+    assert [one.rows for one in (await orgs.erase(field.cluster, org, say=print)).files] == [2]
+
+
 async def test_it_is_refused_while_a_shard_cannot_be_reached_and_nothing_is_erased(field: Field, org: OrgId) -> None:
     await Store(field.databases[A]).enqueue(some_jobs(org, 1))
     field.write(s1={}, s2={"dsn": "host=127.0.0.1 port=1 connect_timeout=1"})
