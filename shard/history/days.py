@@ -19,7 +19,7 @@ from typing import LiteralString, NamedTuple
 import psycopg
 from psycopg import sql
 
-from shard.history import org_policies, statements
+from shard.history import org_policies, slow_steps, statements
 from shard.postgres.connection import Connection
 from shard.postgres.partitions import bounds, finish, table, within
 from shard.postgres.pool import Database
@@ -285,13 +285,13 @@ async def _keep_ids(connection: Connection, day: Day) -> None:
 async def _transaction(database: Database, name: str, *, dropping: bool = False) -> AsyncGenerator[Connection]:
     """Opens a transaction for slow steps on the partition `name`. With `dropping`, no org is put under legal hold until
     the transaction ends. Raises InUse."""
-    async with database.transaction() as connection:
+    async with slow_steps.transaction(database) as connection:
         if dropping:
             await org_policies.lock_holds(connection)
         await connection.execute(
             # Counting and indexing a large day takes long, and should use no more than one core, so that the queue can
             # work meanwhile.
-            "SELECT set_config('statement_timeout', '1h', true), set_config('lock_timeout', %s, true), "
+            "SELECT set_config('lock_timeout', %s, true), "
             "set_config('max_parallel_maintenance_workers', '0', true), "
             "set_config('max_parallel_workers_per_gather', '0', true)",
             [_EXCLUSIVE_LOCK_WAIT],

@@ -19,7 +19,7 @@ from archiver.run import Pass
 from shard.admin import weights
 from shard.admin.queue_admin import QueueAdmin
 from shard.errors import LegallyHeld, NotHeld, OrgMoves, ShardUnavailable, TooManyRetentions
-from shard.history import erasure, org_policies, retention_change
+from shard.history import erasure, export_reader, org_policies, retention_change
 from shard.history import statements as history_statements
 from shard.history.days import days_over, days_past, drop, turn_cold
 from shard.placement import pins, statements
@@ -254,6 +254,46 @@ async def test_who_keeps_jobs_otherwise_makes_partitions_in_turn_with_other_sess
         assert await retentions(fresh_recorder, org) == [("finished", 30)] * 2
     assert await applying == 2
     assert await retentions(fresh_recorder, org) == [("finished", 14)] * 2
+
+
+async def test_steps_that_may_read_a_day_of_all_orgs_have_an_hour_for_it(
+    field: Field, org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = field.databases[A]
+    await database.run(b"CREATE TABLE public.limits (step text, timeout text)", {})
+    await database.run(
+        b"""
+        CREATE FUNCTION public.note() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            INSERT INTO public.limits VALUES (TG_OP || ' ' || TG_TABLE_NAME, current_setting('statement_timeout'));
+            RETURN NULL;
+        END
+        $$
+        """,
+        {},
+    )
+    steps = ["UPDATE finished", "UPDATE cold", "DELETE finished", "DELETE past_id"]
+    for step in steps:
+        act, name = step.split()
+        await database.run(
+            f"CREATE TRIGGER note_{act} AFTER {act} ON windrow.{name} EXECUTE FUNCTION public.note()".encode(), {}
+        )
+    await fill(field, org)
+    await database.run(b"TRUNCATE public.limits", {})
+    await keep(field, org, 90)
+    await orgs.apply_to_past(field.cluster, org, say=print)
+    await orgs.erase(field.cluster, org, say=print)
+    rows = await database.run(b"SELECT DISTINCT step, timeout FROM public.limits", {})
+    assert sorted(rows) == sorted((step, "1h") for step in steps)
+    # The export counts a day's jobs.
+    await finish_some(database, org)
+    await age_finished(database, org, days=40)
+    for day in await days_over(database):
+        await turn_cold(database, day)
+    past, *_ = await days_past(database)
+    counting = "SELECT current_setting('statement_timeout'), 1::bigint, 1::bigint FROM {} LIMIT 1"
+    monkeypatch.setattr(export_reader, "_COUNT", counting)
+    assert [one.org for one in await export_reader.count(database, past)] == ["1h"]
 
 
 async def test_an_orgs_retention_for_which_one_shard_has_no_room_changes_nothing_anywhere(
