@@ -230,6 +230,28 @@ async def test_a_damaged_file_blocks_the_drop_and_is_named_and_the_next_pass_goe
     assert [one.trouble for one in export.check_all(files)] == [""]
 
 
+@pytest.mark.parametrize("what", ["the file", "the manifest"])
+async def test_a_damaged_export_of_a_day_that_has_changed_says_how_to_go_on(
+    field: Field, org: OrgId, other_org: OrgId, place: Path, files: Files, what: str
+) -> None:
+    field.write(f"[archiver]\nexport = '{place}'\n", s1={}, s2={})
+    day = await make_cold_day(field.databases[A], org, other_org)
+    await run_export(files, field.databases[A], day)
+    (file,) = data_files(place)
+    (manifest,) = place.rglob("manifest.json")
+    if what == "the file":
+        file.unlink()
+        assert await erasure.begin(field.databases[A], org, erasure="0198c0de-0000-7000-8000-000000000001")
+    else:
+        manifest.write_text("{")
+    (why,) = (await once(field)).not_exported
+    assert f"restore it from a copy; if there is none, move {manifest.parent} out of the exports" in why
+    manifest.parent.rename(place.with_name("damaged"))
+    done = await once(field)
+    assert (len(done.dropped), done.not_exported) == (1, [])
+    assert len(list(find(files, ExportFilter(org=other_org)))) == 2
+
+
 @pytest.mark.parametrize("how", ["missing", "shorter", "no Parquet"])
 async def test_a_file_that_is_not_as_its_manifest_says_blocks_the_drop(
     fresh_database: Database, org: OrgId, place: Path, files: Files, how: str
