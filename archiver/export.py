@@ -77,9 +77,9 @@ class Erased(NamedTuple):
     rows: int
 
 
-async def open_files(location: ExportLocation) -> Files:
-    """Opens a location for writing. Raises ExportFailed."""
-    return await asyncio.to_thread(Files, location, make=True)
+async def open_files(location: ExportLocation, *, make: bool) -> Files:
+    """Opens a location for writing. With `make`, the directory is created if it does not exist. Raises ExportFailed."""
+    return await asyncio.to_thread(Files, location, make=make)
 
 
 async def export_day(
@@ -111,7 +111,10 @@ async def _exported(
     earlier = await asyncio.to_thread(_data_files, files, folder)
     orgs = await export_reader.count(database, day)
     counts = {org.org: org.jobs for org in orgs}
-    existing = await asyncio.to_thread(_manifest, files, folder)
+    try:
+        existing = await asyncio.to_thread(_manifest, files, folder)
+    except Damaged as error:
+        raise Damaged(f"{error}; {_repair(files, folder)}") from error
 
     def source() -> AsyncIterator[Batch]:
         return _table(database, day, orgs, stop)
@@ -136,7 +139,10 @@ async def _exported(
             # The file and the table have different rows. If the clock went back, jobs may have been added to a day
             # after the day was exported or dropped. Or an org was erased from the table and not yet from the file.
             # Exported jobs must stay exported, so merge the rows of the file and of the table.
-            await asyncio.to_thread(parquet.check, files, existing)
+            try:
+                await asyncio.to_thread(parquet.check, files, existing)
+            except Damaged as error:
+                raise Damaged(f"{error}; {_repair(files, folder)}") from error
 
             def source() -> AsyncIterator[Batch]:
                 return _merged(_table(database, day, orgs, stop), files, existing)
@@ -215,7 +221,10 @@ async def erase_org(files: Files, shard: ShardName, org: OrgId) -> list[Erased]:
         except Damaged as error:
             damaged.append(str(error))
     if damaged:
-        raise Damaged(f"org {org!r} may still have jobs in what is damaged: {'; '.join(damaged)}")
+        raise Damaged(
+            f"org {org!r} may still have jobs in what is damaged: {'; '.join(damaged)}; restore each file from a copy, "
+            "or delete it and the manifest beside it, and repeat the command"
+        )
     return erased
 
 
@@ -358,6 +367,14 @@ def _manifest(files: Files, folder: str) -> Manifest | None:
         return parquet.read_manifest(files, folder)
     except NoSuchFile:
         return None
+
+
+def _repair(files: Files, folder: str) -> str:
+    """Returns what an operator can do about a damaged export whose day the table has."""
+    return (
+        "it may have jobs that the table does not have: restore it from a copy; if there is none, move "
+        f"{files.name(folder)} out of the exports, and the next pass exports what the table has"
+    )
 
 
 def _folders(files: Files, shard: ShardName | None) -> dict[str, list[FileInfo]]:

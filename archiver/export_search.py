@@ -19,6 +19,8 @@ from shard.vocabulary import JobId, OrgId, ShardName
 # An id is made before its job finishes. But the time in the id comes from another clock, which may be ahead by this
 # much. Enqueues allow the same difference.
 _CLOCKS = timedelta(hours=2)
+# The start of the year 9999.
+_LATEST_MS = int(datetime(9999, 1, 1, tzinfo=UTC).timestamp() * 1000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +41,10 @@ class ExportFilter:
     @property
     def earliest(self) -> datetime | None:
         """No matching job can have finished before this time. None: no such time is known."""
-        made = [datetime.fromtimestamp(made_at_ms(name) / 1000, UTC) - _CLOCKS for name in self.ids]
-        limits = [moment for moment in (self.since, min(made, default=None)) if moment is not None]
-        return max(limits, default=None)
+        made_ms = [made_at_ms(name) for name in self.ids]
+        # An id can hold a later time than a datetime can.
+        made = [datetime.fromtimestamp(min(min(made_ms), _LATEST_MS) / 1000, UTC) - _CLOCKS] if made_ms else []
+        return max((moment for moment in (self.since, *made) if moment is not None), default=None)
 
     def fits(self, job: dict[str, Any]) -> bool:
         return (
@@ -96,12 +99,17 @@ def _days(files: Files, wanted: ExportFilter) -> list[str]:
         partition = parquet.day_of(file.path)
         if partition is None or not file.path.endswith(f"/{MANIFEST}"):
             continue
-        first = datetime.fromisoformat(partition[2]).replace(tzinfo=UTC)
+        folder = file.path.rpartition("/")[0]
+        try:
+            first = datetime.fromisoformat(partition[2]).replace(tzinfo=UTC)
+        except ValueError as error:
+            # For example, somebody has copied the folder of a day.
+            raise Damaged(f"{files.name(folder)} is named after no day: move it out of the exports") from error
         if wanted.earliest is not None and first + timedelta(days=1) <= wanted.earliest:
             continue
         if wanted.until is not None and first >= wanted.until:
             continue
-        found.append((partition[2], file.path.rpartition("/")[0]))
+        found.append((partition[2], folder))
     return [folder for _, folder in sorted(found, reverse=True)]
 
 

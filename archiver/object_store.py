@@ -55,7 +55,8 @@ class Files:
         self._folder = None if location.bucket else Path(location.folder)
         if self._folder is not None and not make and not self._folder.exists():
             raise FilesFailed(
-                f"{self._folder}: there is no such directory: nothing was exported yet, or it is on another machine"
+                f"{self._folder}: there is no such directory: nothing was exported yet (then create it), or it is on "
+                "another machine (then run the command there)"
             )
         self._store: ObjectStore
         with self.failures(""):

@@ -201,7 +201,9 @@ async def _exports(cluster: Cluster) -> _Exports | None:
         from archiver.export import open_files
     except ModuleNotFoundError as error:
         raise NotInstalled(error.name) from error
-    return _Exports(await open_files(location))
+    # Do not make a directory that does not exist. The exports are probably on another machine, and an empty directory
+    # here would show that the org has no exports.
+    return _Exports(await open_files(location, make=False))
 
 
 async def _home(catalog: Database, org: OrgId) -> ShardName:
@@ -213,6 +215,7 @@ async def _home(catalog: Database, org: OrgId) -> ShardName:
         if not tries_left:
             raise OrgMoves(org, reads)
         await asyncio.sleep(_BEGIN_PAUSE_S)
+    raise AssertionError("unreachable")
 
 
 async def _begin(catalog: Database, shards: Mapping[ShardName, Database], org: OrgId, erasure_id: str) -> bool:

@@ -149,11 +149,23 @@ def read_manifest(files: Files, folder: str) -> Manifest:
             raise Damaged(f"{files.name(path)} was written by a later release, {document['windrow']}")
         fields = {name: document[name] for name in Manifest.__dataclass_fields__}
         manifest = Manifest(**fields)
-    except (ValueError, KeyError, TypeError) as error:
+        is_sound = _is_sound(manifest, folder)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Damaged(f"{files.name(path)} cannot be read: {error!r}") from error
-    if manifest.folder != folder or "/" in manifest.file or sum(manifest.rows_by_org.values()) != manifest.rows:
+    if not is_sound:
         raise Damaged(f"{files.name(path)} contradicts itself, or belongs in another folder")
     return manifest
+
+
+def _is_sound(manifest: Manifest, folder: str) -> bool:
+    """May raise AttributeError, TypeError or ValueError if a value has another type than in a Manifest."""
+    numbers = [manifest.rows, manifest.bytes, *manifest.rows_by_org.values()]
+    return (
+        manifest.folder == folder
+        and "/" not in manifest.file
+        and all(type(number) is int for number in numbers)
+        and sum(manifest.rows_by_org.values()) == manifest.rows
+    )
 
 
 def write_manifest(files: Files, manifest: Manifest) -> None:

@@ -53,8 +53,8 @@ class Pass:
     released_jobs_dropped: int = 0
     # How many erasures that had begun earlier ended in this pass.
     erased: int = 0
-    # Tables of days, or of old ids, that other sessions kept locked, with the names of these sessions. The next pass
-    # tries again.
+    # Tables of days, of held jobs or of old ids that other sessions kept locked, or on which other objects depend, with
+    # the names of these sessions or objects. The next pass tries again.
     in_use: list[str] = field(default_factory=list[str])
     # Days that could not be exported, and why. They are not dropped.
     not_exported: list[str] = field(default_factory=list[str])
@@ -140,7 +140,12 @@ async def pass_over(
         summary.jobs_expired = (await _repeat(summary, partial(days.expire_waiting, database), stop)).total
         retire_dead = partial(days.retire_dead, database, days=settings.dead_days)
         summary.dead_jobs_cancelled = (await _repeat(summary, retire_dead, stop)).total
-        summary.released_jobs_dropped = (await _repeat(summary, partial(days.expire_released, database), stop)).total
+        try:
+            released = await _repeat(summary, partial(days.expire_released, database), stop)
+        except InUse as error:
+            summary.in_use.append(str(error))
+        else:
+            summary.released_jobs_dropped = released.total
         for unfinished in await erasure.unfinished(database):
             try:
                 erased = await _repeat(summary, partial(erasure.go_on, database, unfinished), stop)
@@ -192,7 +197,7 @@ async def _open_files(location: ExportLocation) -> Files:
         from archiver import export
     except ModuleNotFoundError as error:
         raise NotInstalled(error.name) from error
-    return await export.open_files(location)
+    return await export.open_files(location, make=True)
 
 
 async def _export(

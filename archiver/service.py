@@ -33,7 +33,8 @@ async def archive(
 ) -> None:
     """Runs passes until `stop` is set. `cluster` is the present content of the cluster file. Changes of the file are
     applied when they are noticed; a file that cannot be used is refused, and the previous file stays in use. `listener`
-    is called after each pass of a shard."""
+    is called after each pass of a shard. A shard whose pass takes long, for example because its exports are slow, does not delay
+    the passes of other shards. If the schedule names a time during its pass, its next pass begins right after it."""
     # This machine's clock decides when to start a pass. The shard's clock decides what that pass must do (I8).
     last = datetime.now(UTC)
     await _check_export(cluster)
@@ -41,24 +42,49 @@ async def archive(
         asyncio.create_task(next_usable(file, cluster, judge=settings_of)),
         asyncio.create_task(stop.wait()),
     )
+    loop = asyncio.get_running_loop()
+    # The shards whose passes are due, and the passes that are under way. None stands for the deletion of old entries of
+    # the audit log.
+    due: set[ShardName | None] = set()
+    under_way: dict[ShardName | None, asyncio.Task[None]] = {}
     try:
         while not stop.is_set():
             now = datetime.now(UTC)
             # The machine's clock may have been set back since `last`.
             wait_s = (settings_of(cluster).schedule.after(min(last, now)) - now).total_seconds()
-            await asyncio.wait({following, stopped}, timeout=max(0.0, wait_s), return_when=asyncio.FIRST_COMPLETED)
+            due_s = loop.time() + max(0.0, wait_s)
+            await asyncio.wait(
+                {following, stopped, *under_way.values()},
+                timeout=max(0.0, wait_s),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            for name in [name for name, task in under_way.items() if task.done()]:
+                # Raise an unexpected error of the task.
+                under_way.pop(name).result()
             if following.done():
                 cluster = following.result()
                 await _check_export(cluster)
                 following = asyncio.create_task(next_usable(file, cluster, judge=settings_of))
-            elif not stop.is_set():
+                continue
+            if stop.is_set():
+                break
+            if loop.time() >= due_s:
                 last = datetime.now(UTC)
-                for shard, outcome in (await archive_once(cluster, stop=stop)).items():
-                    listener(shard, outcome)
+                due = {None, *(entry.name for entry in _entries(cluster))}
+            for entry in _entries(cluster):
+                if entry.name in due - under_way.keys():
+                    due.discard(entry.name)
+                    under_way[entry.name] = asyncio.create_task(_pass_alone(cluster, entry, stop, listener))
+            if None in due - under_way.keys():
+                due.discard(None)
+                under_way[None] = asyncio.create_task(_forget_audit(cluster, stop))
+        # Passes end soon after `stop` is set.
+        await asyncio.gather(*under_way.values())
     finally:
-        for task in (following, stopped):
+        tasks = {following, stopped, *under_way.values()}
+        for task in tasks:
             task.cancel()
-        await asyncio.wait({following, stopped})
+        await asyncio.wait(tasks)
 
 
 async def _check_export(cluster: Cluster) -> None:
@@ -76,39 +102,49 @@ async def _check_export(cluster: Cluster) -> None:
 async def archive_once(cluster: Cluster, *, stop: asyncio.Event) -> Mapping[ShardName, Pass | Exception]:
     """Runs one pass over each shard that may be changed, all at the same time. Returns the outcome of each: a Pass,
     AnotherArchives, a ShardError, or an unexpected exception. Raises ClusterFileError."""
-    settings = settings_of(cluster)
-    entries = [entry for entry in cluster.shards if entry.state.takes_changes]
-
-    async def pass_one(entry: ShardEntry, catalog: Database) -> Pass | Exception:
-        try:
-            async with opened(entry.name, entry.dsn) as database:
-                # This also creates the partitions of the days ahead.
-                await identity.admit(database, catalog, cluster=cluster.name)
-                await org_policies.copy(catalog, database)
-                return await pass_over(
-                    entry, database, settings, cluster=cluster.name, digest=cluster.digest, stop=stop
-                )
-        except (AnotherArchives, ShardError) as error:
-            return error
-        except Exception as error:  # noqa: BLE001 - one shard's problem must not end the passes of others
-            _log.exception("shard %r: unexpected error", entry.name)
-            return error
-
+    entries = _entries(cluster)
     async with opened(CATALOG, cluster.catalog_dsn) as catalog:
-        outcomes = await asyncio.gather(*(pass_one(entry, catalog) for entry in entries))
-        await _forget_audit(catalog, settings.audit_days, stop)
+        outcomes = await asyncio.gather(*(_pass_one(cluster, entry, catalog, stop) for entry in entries))
+    await _forget_audit(cluster, stop)
     return {entry.name: outcome for entry, outcome in zip(entries, outcomes, strict=True)}
 
 
-async def _forget_audit(catalog: Database, days: int, stop: asyncio.Event) -> None:
-    """Deletes old entries of the audit log, in batches. The next pass deletes what is left."""
+def _entries(cluster: Cluster) -> list[ShardEntry]:
+    return [entry for entry in cluster.shards if entry.state.takes_changes]
+
+
+async def _pass_alone(cluster: Cluster, entry: ShardEntry, stop: asyncio.Event, listener: Listener) -> None:
+    async with opened(CATALOG, cluster.catalog_dsn) as catalog:
+        listener(entry.name, await _pass_one(cluster, entry, catalog, stop))
+
+
+async def _pass_one(cluster: Cluster, entry: ShardEntry, catalog: Database, stop: asyncio.Event) -> Pass | Exception:
     try:
-        # The catalog may be a database of its own, which no pass has migrated.
-        await schema.migrate(catalog, cluster=None)
-        await clock.check_difference(catalog)
-        for _ in range(_AUDIT_BATCHES_MAX):
-            if stop.is_set() or not await audit.forget(catalog, days=days):
-                break
+        async with opened(entry.name, entry.dsn) as database:
+            # This also creates the partitions of the days ahead.
+            await identity.admit(database, catalog, cluster=cluster.name)
+            await org_policies.copy(catalog, database)
+            return await pass_over(
+                entry, database, settings_of(cluster), cluster=cluster.name, digest=cluster.digest, stop=stop
+            )
+    except (AnotherArchives, ShardError) as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - one shard's problem must not end the passes of others
+        _log.exception("shard %r: unexpected error", entry.name)
+        return error
+
+
+async def _forget_audit(cluster: Cluster, stop: asyncio.Event) -> None:
+    """Deletes old entries of the audit log, in batches. The next pass deletes what is left."""
+    days = settings_of(cluster).audit_days
+    try:
+        async with opened(CATALOG, cluster.catalog_dsn) as catalog:
+            # The catalog may be a database of its own, which no pass has migrated.
+            await schema.migrate(catalog, cluster=None)
+            await clock.check_difference(catalog)
+            for _ in range(_AUDIT_BATCHES_MAX):
+                if stop.is_set() or not await audit.forget(catalog, days=days):
+                    break
     except ShardError as error:
         _log.warning("old entries of the audit log stay: %s", error)
 

@@ -19,7 +19,7 @@ from typing import LiteralString, NamedTuple
 import psycopg
 from psycopg import sql
 
-from shard.history import org_policies, statements
+from shard.history import org_policies, slow_steps, statements
 from shard.postgres.connection import Connection
 from shard.postgres.partitions import bounds, finish, table, within
 from shard.postgres.pool import Database
@@ -48,7 +48,8 @@ class Aged:
 
 
 class InUse(Exception):
-    """Other sessions use the partition all the time. The message names the partition and the sessions."""
+    """Other sessions use the partition all the time, or other objects depend on it. The message names the partition and
+    the sessions or objects."""
 
 
 class NotExported(Exception):
@@ -103,9 +104,12 @@ async def turn_cold(database: Database, day: Day) -> Aged:
     ShardUnavailable."""
     if not day.cold_already:
         await _prepare(database, day)
-    async with _transaction(database) as connection:
+    async with _transaction(database, day.name) as connection:
         # Wait for present writers to end, and keep new writers out.
         await _lock(connection, "SHARE ROW EXCLUSIVE", day.name)
+        if not day.cold_already:
+            # Attaching the day to this table takes the same lock, which an ANALYZE of the table also takes.
+            await _lock(connection, "SHARE UPDATE EXCLUSIVE", f"cold_{day.retention}")
         jobs, size = await _enter_books(connection, day), await _size(connection, day.name)
         await connection.execute(statements.RAISE_COLD_UNTIL, {"past": day.past})
         if day.cold_already:
@@ -123,13 +127,13 @@ async def drop(database: Database, day: Day, *, exported: Mapping[OrgId, int] | 
     enqueue may still repeat an id, the id stays known (I3). `exported` says how many jobs each org has in the day's
     export. None: the day is not compared with an export. Raises InUse, NotExported, ShardUnavailable."""
     for _ in range(_TRIES):
-        async with _transaction(database) as connection:
+        async with _transaction(database, day.name) as connection:
             if exported is not None:
                 await _compare(connection, day, exported)
             # Moving the rows may take long, so do it before anybody has to wait.
             await connection.run(statements.SET_ASIDE_HELD, _parameters(day))
             await connection.run(statements.FORGET_EMPTY_DAYS, {})
-        async with _transaction(database, dropping=True) as connection:
+        async with _transaction(database, day.name, dropping=True) as connection:
             # From here on, nobody can add rows.
             await _lock(connection, "SHARE ROW EXCLUSIVE", day.name)
             if await connection.run(statements.FIND_HELD, _parameters(day)):
@@ -152,7 +156,7 @@ async def drop(database: Database, day: Day, *, exported: Mapping[OrgId, int] | 
 async def drop_past_ids(database: Database) -> None:
     """Forgets ids that are so old that enqueues with them are refused. Raises InUse, ShardUnavailable."""
     for (name,) in await database.run(statements.FIND_PAST_IDS, {}):
-        async with _transaction(database) as connection:
+        async with _transaction(database, name) as connection:
             await _exclude(connection, name, "past_id")
             await _execute(connection, "DROP TABLE {}", name)
 
@@ -174,8 +178,8 @@ async def retire_dead(database: Database, *, days: int) -> int:
 
 
 async def expire_released(database: Database) -> int:
-    """Drops some held jobs whose orgs have been released from their legal hold. Returns how many."""
-    async with _transaction(database, dropping=True) as connection:
+    """Drops some held jobs whose orgs have been released from their legal hold. Returns how many. Raises InUse."""
+    async with _transaction(database, "cold_held", dropping=True) as connection:
         ((jobs,),) = await connection.run(statements.EXPIRE_RELEASED, {"rows": _ROWS})
         await connection.run(statements.FORGET_EMPTY_DAYS, {})
     return int(jobs)
@@ -194,13 +198,13 @@ async def _prepare(database: Database, day: Day) -> None:
     """Does the slow steps in advance. Only writers of this past day wait for them. Creates an index by org. Validates
     the constraint, so that moving the partition need not scan it. Collects statistics, because without them the planner
     assumes that a cold day is empty."""
-    async with _transaction(database) as connection:
+    async with _transaction(database, day.name) as connection:
         await _lock(connection, "SHARE ROW EXCLUSIVE", day.name)
         if day.proved is None:
             # The partition was created by a release that added no constraint.
             await _exclude(connection, day.name, f"finished_{day.retention}")
             await connection.execute(within(day.name, day.retention, day.first, day.past))
-    async with _transaction(database) as connection:
+    async with _transaction(database, day.name) as connection:
         await _lock(connection, "SHARE ROW EXCLUSIVE", day.name)
         if not day.proved:
             await _execute(connection, "ALTER TABLE {} VALIDATE CONSTRAINT of_its_day", day.name)
@@ -278,21 +282,28 @@ async def _keep_ids(connection: Connection, day: Day) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _transaction(database: Database, *, dropping: bool = False) -> AsyncGenerator[Connection]:
-    """Opens a transaction for slow steps. With `dropping`, no org is put under legal hold until the transaction
-    ends."""
-    async with database.transaction() as connection:
+async def _transaction(database: Database, name: str, *, dropping: bool = False) -> AsyncGenerator[Connection]:
+    """Opens a transaction for slow steps on the partition `name`. With `dropping`, no org is put under legal hold until
+    the transaction ends. Raises InUse."""
+    async with slow_steps.transaction(database) as connection:
         if dropping:
             await org_policies.lock_holds(connection)
         await connection.execute(
             # Counting and indexing a large day takes long, and should use no more than one core, so that the queue can
             # work meanwhile.
-            "SELECT set_config('statement_timeout', '1h', true), set_config('lock_timeout', %s, true), "
+            "SELECT set_config('lock_timeout', %s, true), "
             "set_config('max_parallel_maintenance_workers', '0', true), "
             "set_config('max_parallel_workers_per_gather', '0', true)",
             [_EXCLUSIVE_LOCK_WAIT],
         )
-        yield connection
+        try:
+            yield connection
+        except psycopg.errors.LockNotAvailable as error:
+            # One partition that is locked must not end the whole pass.
+            raise InUse(f"{name} is in use: another session has locked a table that this step changes") from error
+        except psycopg.errors.DependentObjectsStillExist as error:
+            detail = " ".join((error.diag.message_detail or str(error)).split())
+            raise InUse(f"{name} cannot be dropped; drop first what depends on it: {detail}") from error
 
 
 async def _exclude(connection: Connection, name: str, parent: str) -> float:

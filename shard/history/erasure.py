@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shard.errors import LegallyHeld, Misconfigured, OrgMoves
-from shard.history import statements
+from shard.history import slow_steps, statements
 from shard.placement import statements as placement_statements
 from shard.placement.slots import SLOTS
 from shard.postgres import arrays
@@ -111,7 +111,7 @@ async def _erase_some(database: Database, at: dict[str, object]) -> bool:
         ((jobs,),) = await database.run(statement, {**at, "rows": _ROWS})
         if jobs:
             return True
-    ((jobs,),) = await database.run(statements.ERASE_FINISHED, {**at, "rows": _HISTORY_ROWS})
+    ((jobs,),) = await slow_steps.run(database, statements.ERASE_FINISHED, {**at, "rows": _HISTORY_ROWS})
     if jobs:
         return True
     for retention, day in await database.run(statements.FIND_COLD_DAY_OF, at):
@@ -121,7 +121,7 @@ async def _erase_some(database: Database, at: dict[str, object]) -> bool:
     ((erased,),) = await database.run(statements.ERASE_KEYS, {**at, "rows": _HISTORY_ROWS, "wholes": _WHOLES})
     if erased:
         return True
-    await database.run(statements.ERASE_PAST_IDS, at)
+    await slow_steps.run(database, statements.ERASE_PAST_IDS, at)
     return False
 
 

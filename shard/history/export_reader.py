@@ -14,6 +14,7 @@ from typing import Any, LiteralString, NamedTuple, TypeAlias
 
 from psycopg import sql
 
+from shard.history import slow_steps
 from shard.history.days import Day
 from shard.postgres.partitions import table
 from shard.postgres.pool import Database
@@ -124,7 +125,7 @@ SELECT (SELECT f.id FROM {} f ORDER BY f.id LIMIT 1)::text, (SELECT f.id FROM {}
 async def count(database: Database, day: Day) -> list[OrgDay]:
     """Returns the orgs that have jobs of this day, in the order of their names, without orgs that are being erased.
     Reads the whole day."""
-    rows = await database.run(_for_day(_COUNT, day), {})
+    rows = await slow_steps.run(database, _for_day(_COUNT, day), {})
     # Sort in Python, which orders texts by code points. That is the order of their UTF-8 bytes, whatever the collation
     # of the database is.
     return sorted(OrgDay(OrgId(org), org_id, jobs) for org, org_id, jobs in rows)

@@ -12,7 +12,7 @@ from datetime import date, timedelta
 
 from psycopg import sql
 
-from shard.history import statements
+from shard.history import slow_steps, statements
 from shard.postgres import arrays, partitions
 from shard.postgres import statements as postgres_statements
 from shard.postgres.connection import Connection
@@ -42,7 +42,7 @@ async def apply(database: Database, org: OrgId, retentions: Mapping[QueueName, i
                 await connection.execute(postgres_statements.LOCK_EXCLUSIVE, {"lock": partitions.LOCK})
                 for days in sorted({*retentions.values()} - {retention}):
                     await _make_day(connection, kind, days, day)
-            async with database.transaction() as connection:
+            async with slow_steps.transaction(database) as connection:
                 ((moved,),) = await connection.run(statement, {**parameters, "retention": retention, "day": day})
                 await connection.run(statements.FORGET_EMPTY_DAYS, {})
             jobs += moved

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psycopg
@@ -23,6 +24,7 @@ from archiver.run import AnotherArchives, Pass
 from shard.admin import audit
 from shard.admin.queue_admin import QueueAdmin
 from shard.errors import ClocksDiffer, ShardUnavailable
+from shard.placement.cluster_file import ShardEntry
 from shard.placement.file_watcher import WatchedFile
 from shard.postgres.leader_lock import ARCHIVER, leader_session
 from shard.queue.settle import Settlement
@@ -160,6 +162,43 @@ async def test_a_clock_that_is_set_back_during_a_pass_does_not_put_off_the_next_
             await twice.wait()
     finally:
         stop.set()
+        await running
+
+
+async def test_a_shard_whose_pass_takes_long_does_not_delay_the_passes_of_others(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = field.write("[archiver]\nschedule = '1s'\n", s1={}, s2={})
+    real = service.pass_over
+    began, goes_on, others, again = 0, asyncio.Event(), asyncio.Event(), asyncio.Event()
+    passes: list[ShardName] = []
+
+    async def pass_slowly(entry: ShardEntry, *arguments: Any, **more: Any) -> Pass:
+        nonlocal began
+        if entry.name == A:
+            began += 1
+            await goes_on.wait()
+        return await real(entry, *arguments, **more)
+
+    def note(shard: ShardName, _: Pass | Exception) -> None:
+        passes.append(shard)
+        if passes.count(B) == 3:
+            others.set()
+        if passes.count(A) == 2:
+            again.set()
+
+    monkeypatch.setattr(service, "pass_over", pass_slowly)
+    stop = asyncio.Event()
+    running = asyncio.create_task(service.archive(WatchedFile(field.config), cluster, stop=stop, listener=note))
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await others.wait()
+            assert (began, passes) == (1, [B] * 3)
+            goes_on.set()
+            await again.wait()
+    finally:
+        stop.set()
+        goes_on.set()
         await running
 
 

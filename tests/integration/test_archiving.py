@@ -204,6 +204,43 @@ async def test_a_day_that_somebody_reads_is_left_alone_and_enqueues_and_acks_go_
     assert aged.jobs == 1
 
 
+async def test_a_day_that_another_session_locks_is_in_use_whatever_step_needs_the_lock(
+    fresh_database: Database, fresh_dsn: str, org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(days, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(days, "_WEAKER_LOCK_WAIT", "10ms")
+    await finish_some(Store(fresh_database), org, 1)
+    await age_finished(fresh_database, org, days=40)
+    day, *_ = await days_over(fresh_database)
+    async with await psycopg.AsyncConnection.connect(fresh_dsn, application_name="a report") as other:
+        # An operator's ANALYZE of all tables takes a while.
+        await other.execute("ANALYZE windrow.cold_30")
+        users = rf"cold_30 is in use by process {other.info.backend_pid} \(a report\)"
+        with pytest.raises(InUse, match=users):
+            await turn_cold(fresh_database, day)
+        await other.rollback()
+        (aged,) = await all_cold(fresh_database)
+        assert aged.jobs == 1
+        (past,) = await days_past(fresh_database)
+        # The jobs of a held org are moved out of the day before it is dropped.
+        await fresh_database.run(b"UPDATE windrow.org SET held = true WHERE org = %(org)s", {"org": org})
+        await other.execute(f"LOCK TABLE windrow.{past.name} IN SHARE MODE".encode())
+        with pytest.raises(InUse, match=f"{past.name} is in use: another session has locked a table"):
+            await drop(fresh_database, past)
+
+
+async def test_a_day_on_which_a_view_depends_is_named_with_the_view(fresh_database: Database, org: OrgId) -> None:
+    await finish_some(Store(fresh_database), org, 1)
+    await age_finished(fresh_database, org, days=40)
+    await all_cold(fresh_database)
+    (past,) = await days_past(fresh_database)
+    await fresh_database.run(f"CREATE VIEW public.report AS SELECT id FROM windrow.{past.name}".encode(), {})
+    with pytest.raises(InUse, match=f"{past.name} cannot be dropped; .*: view report depends on table {past.name}"):
+        await drop(fresh_database, past)
+    await fresh_database.run(b"DROP VIEW public.report", {})
+    assert (await drop(fresh_database, past)).jobs == 1
+
+
 async def test_a_late_job_of_a_day_that_has_turned_cold_joins_it(
     fresh_database: Database, fresh_books: QueueAdmin, org: OrgId
 ) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 import resource
 import secrets
+import shutil
 import socket
 import time
 import uuid
@@ -227,6 +228,28 @@ async def test_a_damaged_file_blocks_the_drop_and_is_named_and_the_next_pass_goe
     done = await once(field)
     assert ([aged.partition for aged in done.dropped], done.not_exported) == ([day.name], [])
     assert [one.trouble for one in export.check_all(files)] == [""]
+
+
+@pytest.mark.parametrize("what", ["the file", "the manifest"])
+async def test_a_damaged_export_of_a_day_that_has_changed_says_how_to_go_on(
+    field: Field, org: OrgId, other_org: OrgId, place: Path, files: Files, what: str
+) -> None:
+    field.write(f"[archiver]\nexport = '{place}'\n", s1={}, s2={})
+    day = await make_cold_day(field.databases[A], org, other_org)
+    await run_export(files, field.databases[A], day)
+    (file,) = data_files(place)
+    (manifest,) = place.rglob("manifest.json")
+    if what == "the file":
+        file.unlink()
+        assert await erasure.begin(field.databases[A], org, erasure="0198c0de-0000-7000-8000-000000000001")
+    else:
+        manifest.write_text("{")
+    (why,) = (await once(field)).not_exported
+    assert f"restore it from a copy; if there is none, move {manifest.parent} out of the exports" in why
+    manifest.parent.rename(place.with_name("damaged"))
+    done = await once(field)
+    assert (len(done.dropped), done.not_exported) == (1, [])
+    assert len(list(find(files, ExportFilter(org=other_org)))) == 2
 
 
 @pytest.mark.parametrize("how", ["missing", "shorter", "no Parquet"])
@@ -591,6 +614,40 @@ async def test_jobs_are_found_by_what_is_asked_for_and_other_orgs_files_are_not_
     assert list(find(files, ExportFilter(org=OrgId("nobody")))) == []
     with pytest.raises(Damaged, match=str(file)):
         list(find(files, ExportFilter(org=org)))
+
+
+async def test_a_search_for_an_id_of_a_far_future_finds_nothing(
+    fresh_database: Database, org: OrgId, files: Files
+) -> None:
+    await run_export(files, fresh_database, await make_cold_day(fresh_database, org))
+    assert list(find(files, ExportFilter(org=org, ids=[JobId("ffffffff-ffff-7fff-bfff-ffffffffffff")]))) == []
+
+
+async def test_a_search_names_a_folder_that_is_not_a_days(
+    fresh_database: Database, org: OrgId, files: Files, place: Path
+) -> None:
+    await run_export(files, fresh_database, await make_cold_day(fresh_database, org))
+    (manifest,) = place.rglob("manifest.json")
+    copy = manifest.parent.with_name(f"{manifest.parent.name}.bak")
+    shutil.copytree(manifest.parent, copy)
+    with pytest.raises(Damaged, match=f"{copy} is named after no day"):
+        list(find(files, ExportFilter(org=org)))
+
+
+@pytest.mark.parametrize(
+    "change", [{"rows_by_org": [2]}, {"rows_by_org": {"a": "2"}}, {"file": 5}, {"bytes": "many"}, {"sha256": None}]
+)
+async def test_a_manifest_with_values_of_other_types_keeps_its_day_and_stops_no_other_work(
+    field: Field, org: OrgId, place: Path, files: Files, change: dict[str, object]
+) -> None:
+    field.write(f"[archiver]\nexport = '{place}'\n", s1={}, s2={})
+    day = await make_cold_day(field.databases[A], org)
+    await run_export(files, field.databases[A], day)
+    (manifest,) = place.rglob("manifest.json")
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
+    (why,) = (await once(field)).not_exported
+    assert why.startswith(f"{day.name} stays: {place}")
+    assert await tables(field.databases[A]) == [day.name]
 
 
 async def test_a_look_at_all_files_names_those_that_are_damaged_and_those_that_no_manifest_names(

@@ -19,7 +19,7 @@ from archiver.run import Pass
 from shard.admin import weights
 from shard.admin.queue_admin import QueueAdmin
 from shard.errors import LegallyHeld, NotHeld, OrgMoves, ShardUnavailable, TooManyRetentions
-from shard.history import erasure, org_policies, retention_change
+from shard.history import erasure, export_reader, org_policies, retention_change
 from shard.history import statements as history_statements
 from shard.history.days import days_over, days_past, drop, turn_cold
 from shard.placement import pins, statements
@@ -254,6 +254,46 @@ async def test_who_keeps_jobs_otherwise_makes_partitions_in_turn_with_other_sess
         assert await retentions(fresh_recorder, org) == [("finished", 30)] * 2
     assert await applying == 2
     assert await retentions(fresh_recorder, org) == [("finished", 14)] * 2
+
+
+async def test_steps_that_may_read_a_day_of_all_orgs_have_an_hour_for_it(
+    field: Field, org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = field.databases[A]
+    await database.run(b"CREATE TABLE public.limits (step text, timeout text)", {})
+    await database.run(
+        b"""
+        CREATE FUNCTION public.note() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            INSERT INTO public.limits VALUES (TG_OP || ' ' || TG_TABLE_NAME, current_setting('statement_timeout'));
+            RETURN NULL;
+        END
+        $$
+        """,
+        {},
+    )
+    steps = ["UPDATE finished", "UPDATE cold", "DELETE finished", "DELETE past_id"]
+    for step in steps:
+        act, name = step.split()
+        await database.run(
+            f"CREATE TRIGGER note_{act} AFTER {act} ON windrow.{name} EXECUTE FUNCTION public.note()".encode(), {}
+        )
+    await fill(field, org)
+    await database.run(b"TRUNCATE public.limits", {})
+    await keep(field, org, 90)
+    await orgs.apply_to_past(field.cluster, org, say=print)
+    await orgs.erase(field.cluster, org, say=print)
+    rows = await database.run(b"SELECT DISTINCT step, timeout FROM public.limits", {})
+    assert sorted(rows) == sorted((step, "1h") for step in steps)
+    # The export counts a day's jobs.
+    await finish_some(database, org)
+    await age_finished(database, org, days=40)
+    for day in await days_over(database):
+        await turn_cold(database, day)
+    past, *_ = await days_past(database)
+    counting = "SELECT current_setting('statement_timeout'), 1::bigint, 1::bigint FROM {} LIMIT 1"
+    monkeypatch.setattr(export_reader, "_COUNT", counting)
+    assert [one.org for one in await export_reader.count(database, past)] == ["1h"]
 
 
 async def test_an_orgs_retention_for_which_one_shard_has_no_room_changes_nothing_anywhere(
@@ -844,6 +884,23 @@ async def test_an_erasure_of_another_org_ends_one_that_was_interrupted_and_leave
     # The command of the org itself still finds them.
     assert [one.rows for one in (await orgs.erase(field.cluster, org, say=print)).files] == [2]
     assert exported(place, org) == 0
+async def test_it_is_refused_where_the_directory_of_the_exports_does_not_exist_and_nothing_is_erased(
+    field: Field, org: OrgId, tmp_path: Path
+) -> None:
+    """The command runs on another machine than the archiver, or the directory is not mounted."""
+    place = tmp_path / "exports"
+    field.write(f"[archiver]\nexport = '{place}'\n", s1={}, s2={})
+    await finish_some(field.databases[A], org)
+    await age_finished(field.databases[A], org, days=40)
+    await pass_once(field)
+    await Store(field.databases[A]).enqueue(some_jobs(org, 1))
+    elsewhere = place.rename(tmp_path / "elsewhere")
+    failed = await asyncio.to_thread(windrow, "orgs", "erase", org, "--yes", "--config", str(field.config))
+    assert failed.code == 3
+    assert "there is no such directory" in " ".join(failed.err.split())
+    assert (place.exists(), await field.count_jobs(A)) == (False, 1)
+    elsewhere.rename(place)
+    assert [one.rows for one in (await orgs.erase(field.cluster, org, say=print)).files] == [2]
 
 
 async def test_it_is_refused_while_a_shard_cannot_be_reached_and_nothing_is_erased(field: Field, org: OrgId) -> None:
