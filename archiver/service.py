@@ -33,8 +33,9 @@ async def archive(
 ) -> None:
     """Runs passes until `stop` is set. `cluster` is the present content of the cluster file. Changes of the file are
     applied when they are noticed; a file that cannot be used is refused, and the previous file stays in use. `listener`
-    is called after each pass of a shard. A shard whose pass takes long, for example because its exports are slow, does not delay
-    the passes of other shards. If the schedule names a time during its pass, its next pass begins right after it."""
+    is called after each pass of a shard. A shard whose pass takes long, for example because its exports are slow, does
+    not delay the passes of other shards. If the schedule names a time during its pass, its next pass begins right after
+    it."""
     # This machine's clock decides when to start a pass. The shard's clock decides what that pass must do (I8).
     last = datetime.now(UTC)
     await _check_export(cluster)

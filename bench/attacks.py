@@ -84,7 +84,6 @@ class AttackOutcome:
     resets: Counter[str] = field(default_factory=Counter[str])
     closed: int = 0
     calls: int = 0
-    request_bytes: int = 0
     # The attack with malformed bytes counts its connections by what they sent, and tells the seed of its
     # random choices.
     sent: Counter[str] = field(default_factory=Counter[str])
@@ -96,7 +95,6 @@ class AttackOutcome:
             self.resets.update({_name(error): count for error, count in one.resets.items()})
             self.closed += one.closed_after_s is not None
             self.calls += one.calls_sent
-            self.request_bytes += one.request_bytes_sent
 
     def to_json(self) -> str:
         # dataclasses.asdict() breaks counters.

@@ -67,14 +67,14 @@ class Client:
             for _ in range(callers):
                 group.create_task(produce())
 
-    async def offer(self, *, rate: float, seconds: float, batch: int, late_s_max: float, phase: float = 0.0) -> int:
+    async def offer(self, *, rate: float, seconds: float, batch: int, late_s_max: float) -> int:
         """Stores `rate` jobs a second, without waiting for earlier calls. Each job is stamped with the time at which it
         was due to be stored. Returns how many jobs were stored.
 
         The process makes up for late calls. While it is `late_s_max` behind, it skips the calls that become due.
         """
         pause_s = batch / rate
-        began_s = time.monotonic() + pause_s * phase
+        began_s = time.monotonic()
         stored = skipped = turn = 0
         calls: set[asyncio.Task[None]] = set()
         failed: list[BaseException] = []

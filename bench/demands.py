@@ -20,10 +20,10 @@ class Demand:
         return {"what": self.what, "found": self.found, "must_be": self.bound, "holds": self.holds}
 
 
-def at_most(what: str, found: float, bound: float, unit: str = "", form: str = ",.2f") -> Demand:
+def at_most(what: str, found: float, bound: float, unit: str = "") -> Demand:
     """A `found` of NaN means that nothing was measured, and then the demand does not hold."""
     unit = f" {unit}" if unit else ""
-    text = "never" if math.isinf(found) else "not measured" if math.isnan(found) else f"{found:{form}}{unit}"
+    text = "never" if math.isinf(found) else "not measured" if math.isnan(found) else f"{found:,.2f}{unit}"
     return Demand(what=what, found=text, bound=f"≤ {bound:g}{unit}", holds=found <= bound)
 
 

@@ -170,9 +170,9 @@ def erase(
 
     The org ceases to exist at once; a later job with its name creates a new org. Repeat an interrupted command: the
     archiver's passes, and erasures of other orgs, erase what is left in the databases, but not in exports. If exports
-    are in a directory, run the command on the archiver's machine. Exit codes: 3 if a shard or the exports cannot be reached, or if the org is
-    erased but the receipt cannot be written (it is printed instead); 4 if no shard knows the org; 5 if it is under
-    legal hold, or is being moved between shards.
+    are in a directory, run the command on the archiver's machine. Exit codes: 3 if a shard or the exports cannot be
+    reached, or if the org is erased but the receipt cannot be written (it is printed instead); 4 if no shard knows the
+    org; 5 if it is under legal hold, or is being moved between shards.
     """
     from archiver import orgs
 

@@ -50,6 +50,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 # How many ports are tried. Another program may take a port between the check and the launch of the server.
 _LAUNCHES_MAX = 5
 _KILL_S_MAX = 10.0
+_PROMOTE_S_MAX = 60
 # Names the folder of a stopped cluster. New ephemeral clusters copy its data and passwords instead of running initdb,
 # which takes half a second of CPU: a test run starts dozens of clusters.
 TEMPLATE_VARIABLE = "WINDROW_CLUSTER_TEMPLATE"
@@ -245,14 +246,14 @@ class Cluster:
             if self._watcher is not None:
                 self._watcher.guard(None)
 
-    def promote(self, timeout_s: float = 60) -> None:
+    def promote(self) -> None:
         """Promotes a standby to primary, and waits until it is the primary. Raises StartFailed.
 
         Stop the old primary first: nothing here prevents two primaries.
         """
         with psycopg.connect(self.superuser_dsn, autocommit=True, connect_timeout=CONNECT_S) as connection:
-            if connection.execute("SELECT pg_promote(true, %s)", [max(1, round(timeout_s))]).fetchone() != (True,):
-                raise self._log.failed(f"the standby was not promoted within {timeout_s:g} s")
+            if connection.execute("SELECT pg_promote(true, %s)", [_PROMOTE_S_MAX]).fetchone() != (True,):
+                raise self._log.failed(f"the standby was not promoted within {_PROMOTE_S_MAX} s")
 
     def reset(self) -> None:
         """Deletes all data of this cluster. Raises ClusterInUse if it runs or another process owns it."""

@@ -50,6 +50,8 @@ _PREFIX_BYTES = 5
 DEFAULT_WINDOW_BYTES = 65_535
 # How often a peer that does not read checks whether its connection is still open.
 _LOOK_S = 0.1
+# How many calls a peer opens and resets in one write.
+_RESETS_AT_ONCE = 1_000
 
 
 class Silence(enum.Enum):
@@ -148,24 +150,24 @@ class HostilePeer:
         """Sends this many pings at once."""
         await self.write(PingFrame(opaque_data=b"flooding").serialize() * count)
 
-    async def begin(self, path: str, size_bytes: int, *, withheld_bytes: int = 1) -> int:
-        """Announces a request of this size, and sends all but its last bytes, as the server's windows allow. Returns
+    async def begin(self, path: str, size_bytes: int) -> int:
+        """Announces a request of this size, and sends all but its last byte, as the server's windows allow. Returns
         the stream."""
         stream = await self._open(path)
-        await self._send(stream, _prefix(size_bytes), size_bytes - withheld_bytes + _PREFIX_BYTES, ends=False)
+        await self._send(stream, _prefix(size_bytes), size_bytes - 1 + _PREFIX_BYTES, ends=False)
         return stream
 
-    async def reset(self, path: str, *, count: int, batch: int = 1_000) -> None:
-        """Opens calls, and resets each at once: sends HEADERS and RST_STREAM, for `batch` calls in one write."""
+    async def reset(self, path: str, *, count: int) -> None:
+        """Opens calls, and resets each at once: sends HEADERS and RST_STREAM."""
         # The first block fills the server's HPACK table. All later blocks only refer to the table, and are equal.
         first = self._encoder.encode(self._headers(path))
         block = self._encoder.encode(self._headers(path))
         end = struct.pack(">HBBB", 0, 4, RstStreamFrame.type or 0, 0)
         cancelled = struct.pack(">L", ErrorCodes.CANCEL)
         blocks = [first, *[block] * (count - 1)]
-        for start in range(0, count, batch):
+        for start in range(0, count, _RESETS_AT_ONCE):
             frames = bytearray()
-            for one in blocks[start : start + batch]:
+            for one in blocks[start : start + _RESETS_AT_ONCE]:
                 stream = struct.pack(">L", self._take_stream())
                 # END_HEADERS is 0x4.
                 frames += struct.pack(">HBBB", len(one) >> 8, len(one) & 0xFF, HeadersFrame.type or 0, 4) + stream + one
@@ -355,9 +357,7 @@ class HostilePeer:
 
 
 @contextlib.asynccontextmanager
-async def connect(
-    address: str, *, reads: bool = True, receive_buffer_bytes: int | None = None
-) -> AsyncGenerator[HostilePeer, None]:
+async def connect(address: str, *, reads: bool = True) -> AsyncGenerator[HostilePeer, None]:
     """Opens a connection, and sends nothing. Raises ValueError if the address is not a loopback address."""
     host, _, port = address.rpartition(":")
     if not ipaddress.ip_address(host.strip("[]")).is_loopback:
@@ -366,8 +366,6 @@ async def connect(
     with socket.socket(family, socket.SOCK_STREAM) as connection:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if receive_buffer_bytes is not None:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
         await asyncio.get_running_loop().sock_connect(connection, (host.strip("[]"), int(port)))
         peer = HostilePeer(connection, address, reads=reads)
         try:
@@ -377,12 +375,10 @@ async def connect(
 
 
 @contextlib.asynccontextmanager
-async def open_peer(
-    address: str, *, window_bytes: int = 0, reads: bool = True, receive_buffer_bytes: int | None = None
-) -> AsyncGenerator[HostilePeer, None]:
+async def open_peer(address: str, *, window_bytes: int = 0, reads: bool = True) -> AsyncGenerator[HostilePeer, None]:
     """Opens a connection, and sends its preface. If `reads` is False, everything that the server sends stays in the
-    socket, whose buffer has `receive_buffer_bytes`."""
-    async with connect(address, reads=reads, receive_buffer_bytes=receive_buffer_bytes) as peer:
+    socket."""
+    async with connect(address, reads=reads) as peer:
         await peer.greet(window_bytes=window_bytes)
         yield peer
 
@@ -395,7 +391,6 @@ async def leave_answers_unread(
     calls: int,
     connections: int = 1,
     seconds: float,
-    window_bytes: int = 0,
     reads: bool = True,
     ends: bool = True,
     enough: Callable[[Seen], object] | None = None,
@@ -414,10 +409,7 @@ async def leave_answers_unread(
     # All connections leave together: one that left earlier would give back what it holds in the server.
     done = None if enough is None else _Enough(enough, asyncio.Barrier(len(shares)))
     return await asyncio.gather(
-        *(
-            _attack(open_peer(address, window_bytes=window_bytes, reads=reads), attack, n, seconds, enough=done)
-            for n in shares
-        )
+        *(_attack(open_peer(address, reads=reads), attack, n, seconds, enough=done) for n in shares)
     )
 
 
@@ -429,14 +421,13 @@ async def leave_requests_unfinished(
     calls: int,
     connections: int = 1,
     seconds: float,
-    withheld_bytes: int = 1,
 ) -> list[Seen]:
-    """Begins `calls` requests of `size_bytes` each, and stays for `seconds` without sending the last bytes of any
+    """Begins `calls` requests of `size_bytes` each, and stays for `seconds` without sending the last byte of any
     request."""
 
     async def begin(peer: HostilePeer) -> None:
         with contextlib.suppress(OSError):
-            await peer.begin(path, size_bytes, withheld_bytes=withheld_bytes)
+            await peer.begin(path, size_bytes)
 
     async def attack(peer: HostilePeer, share: int) -> None:
         async with asyncio.TaskGroup() as group:

@@ -60,6 +60,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 
+from shard.job_id import HORIZON_DAYS
 from shard.limits import Limit
 from shard.vocabulary import (
     CATALOG,
@@ -169,10 +170,10 @@ class BadIds(ShardError):
 
 
 class IdsOutsideHorizon(BadIds):
-    def __init__(self, positions: list[int], *, now: Micros, horizon_days: float) -> None:
+    def __init__(self, positions: list[int], *, now: Micros) -> None:
         shards_time = datetime.fromtimestamp(now / 1e6, UTC)
         super().__init__(
-            f"the time in an id must be at most {horizon_days:g} days before and 1 hour after the shard's, which is "
+            f"the time in an id must be at most {HORIZON_DAYS} days before and 1 hour after the shard's, which is "
             f"{shards_time:%Y-%m-%d %H:%M:%S} UTC: make a new id, and check the clock that ids are made by"
         )
         self.positions = positions

@@ -12,6 +12,10 @@ from shard.vocabulary import HOUR_US, JobId
 
 # How far the time in an id may be ahead of the shard's clock.
 _AHEAD_US_MAX = HOUR_US
+# How old the time in the id of a new job or workflow may be, and therefore how long a repeated enqueue is recognised by
+# its id.
+HORIZON_DAYS = 7
+HORIZON_US = HORIZON_DAYS * 24 * HOUR_US
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
@@ -25,10 +29,10 @@ def made_at_ms(job_id: str) -> int:
     return int(job_id[:8] + job_id[9:13], 16)
 
 
-def bounds_ms(now_us: int, *, horizon_us: int) -> tuple[int, int]:
+def bounds_ms(now_us: int) -> tuple[int, int]:
     """Returns the first and the last millisecond in which the id of a new job or workflow may have been made. The
     statements that store jobs and workflows have the same rule."""
-    return -(-(now_us - horizon_us) // 1000), (now_us + _AHEAD_US_MAX) // 1000
+    return -(-(now_us - HORIZON_US) // 1000), (now_us + _AHEAD_US_MAX) // 1000
 
 
 def to_hex(job_id: str) -> str:

@@ -61,9 +61,9 @@ class Difference(NamedTuple):
     found: Sums | None
 
 
-def read_pushes(path: Path = EVENTS, *, most: int | None = None) -> list[Push]:
-    """Reads the pushes of a gzipped file of JSON lines, in recorded order; only the first `most` if given."""
-    with gzip.open(path, "rb") as lines:
+def read_pushes(*, most: int | None = None) -> list[Push]:
+    """Reads the pushes of EVENTS, in recorded order; only the first `most` if given."""
+    with gzip.open(EVENTS, "rb") as lines:
         return [Push.from_json(line) for line in islice(lines, most)]
 
 

@@ -217,12 +217,6 @@ class Gate:
             raise RouterFull("calls", CALLS_MAX)
         call.counted = True
 
-    async def enter(self, call: Call, org: str, count: int) -> None:
-        """Counts the call for this org, and reserves `count` bytes for its request until it is answered. Raises
-        RouterFull."""
-        self.admit(call, org)
-        await call.reserve(count, received=count)
-
     def answered(self, call: Call, count: int) -> None:
         """Call this when gRPC has got an answer of `count` bytes. The client must read it within 30 s."""
         call.set(count)

@@ -41,6 +41,7 @@ _unary_handler = cast("Callable[..., _Handler]", grpc.stream_unary_rpc_method_ha
 _stream_handler = cast("Callable[..., _Handler]", grpc.stream_stream_rpc_method_handler)
 _StreamHandler = Callable[[object, Context], Awaitable[None]]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_Answer = TypeVar("_Answer")
 # How much memory an answer may take. It is a number for all answers, or a function of the request.
 AnswerBytes = int | Callable[[Any], int]
 
@@ -221,6 +222,7 @@ class Methods(grpc.GenericRpcHandler):
         for name, handler in handlers.items():
             # Load balancers and probes, which have no token, ask the health service.
             access = None if service == health.SERVICE_NAME else Access(f"{service}/{name}", None)
+            assert access is None or handler.request_streaming, "only a method that takes a stream may need a token"
             if handler.request_streaming or handler.response_streaming:
                 act = _message_only(handler.stream_stream or handler.unary_stream)
                 guarded = _stream(
@@ -322,7 +324,7 @@ def _streamed_answer(
             async with asyncio.timeout(_seconds_left(context, options.deadline_s)):
                 await _write_answers(gate, call, context, method(request))
 
-    return _streaming(gate, act, access, access.method)
+    return _ended_by_status(gate, act, access, access.method, unary=False)
 
 
 async def _write_answers(gate: Gate, call: Call, context: Context, answers: AsyncGenerator[Any, Any]) -> None:
@@ -335,56 +337,22 @@ async def _write_answers(gate: Gate, call: Call, context: Context, answers: Asyn
 
 def _library_unary(
     gate: Gate, handler: _Handler, access: Access | None, method: str
-) -> Callable[..., Awaitable[bytes]]:
-    signals = _Signals(method, unary=True)
-
+) -> Callable[[object, Context], Awaitable[bytes]]:
     async def act(call: Call, context: Context) -> bytes:
-        request = await _library_request(gate, call, context, handler.request_deserializer, access)
+        request = await _public_request(gate, call, context, handler.request_deserializer)
         answer: bytes = handler.response_serializer(await handler.unary_unary(request, context))
         gate.answered(call, len(answer))
         return answer
 
-    async def serve(_requests: object, context: Context) -> bytes:
-        began_s, code = time.perf_counter(), _CANCELLED
-        try:
-            call = gate.begin(context)
-            if access is None:
-                with gate.public(call):
-                    answer = await act(call, context)
-            else:
-                await _identify(gate, call, context, access)
-                answer = await act(call, context)
-            code = _OK
-            return answer
-        except (grpc.aio.AbortError, grpc.aio.InternalError) as error:
-            # The library's method has ended the call with a status of its own, or tried to do so when the client had
-            # left. As in refusal(), no frame may keep a reference to the context.
-            drop_references(error)
-            code = _code_of(context)
-            del context
-            raise
-        except Exception as error:  # noqa: BLE001 - every error becomes a status; status_for logs the unexpected ones
-            refused, code = refusal(context, error)
-        finally:
-            signals.ended(began_s, code)
-        del context
-        return await refused
-
-    return serve
+    return _ended_by_status(gate, act, access, method, unary=True)
 
 
-async def _library_request(
-    gate: Gate, call: Call, context: Context, decode: Callable[[bytes], Any], access: Access | None
-) -> Any:
-    """Returns the single request of a library's method as soon as there is room for it. Raises MessageTooLarge,
-    RouterFull, Undecodable."""
-    if access is None:
-        # Calls that anybody may make have a limit of their own, and take no place of another call.
-        raw = await gate.receive(context, call, bytes_max=PUBLIC_MESSAGE_BYTES_MAX)
-        await call.reserve(len(raw), received=len(raw))
-    else:
-        raw = await gate.receive(context, call)
-        await gate.enter(call, call.org, len(raw))
+async def _public_request(gate: Gate, call: Call, context: Context, decode: Callable[[bytes], Any]) -> Any:
+    """Returns the single request of a library's method as soon as there is room for it. Such methods may be called by
+    anybody: they have a limit of their own, and take no place of another call. Raises MessageTooLarge, RouterFull,
+    Undecodable."""
+    raw = await gate.receive(context, call, bytes_max=PUBLIC_MESSAGE_BYTES_MAX)
+    await call.reserve(len(raw), received=len(raw))
     return _decoded(decode, raw)
 
 
@@ -407,43 +375,48 @@ def _stream(
         if takes_stream:
             received: object = _messages(gate, call, context, decode, id_field)
         else:
-            received = await _library_request(gate, call, context, decode, access)
+            received = await _public_request(gate, call, context, decode)
         answers = method(received, context)
         if inspect.isasyncgen(answers):
             await _write_answers(gate, call, context, answers)
         else:
             await answers
 
-    return _streaming(gate, act, access, method_name)
+    return _ended_by_status(gate, act, access, method_name, unary=False)
 
 
-def _streaming(
-    gate: Gate, act: Callable[[Call, Context], Awaitable[None]], access: Access | None, method: str
-) -> _StreamHandler:
-    """Lets a streaming call in, and ends it with the status of its error, if any."""
-    signals = _Signals(method, unary=False)
+def _ended_by_status(
+    gate: Gate,
+    act: Callable[[Call, Context], Awaitable[_Answer]],
+    access: Access | None,
+    method: str,
+    *,
+    unary: bool,
+) -> Callable[[object, Context], Awaitable[_Answer]]:
+    """Lets in a streaming call, or a unary call of a library, and ends it with the status of its error, if any."""
+    signals = _Signals(method, unary=unary)
 
-    async def serve(_requests: object, context: Context) -> None:
+    async def serve(_requests: object, context: Context) -> _Answer:
         began_s, code = time.perf_counter(), _CANCELLED
         try:
             call = gate.begin(context)
             if access is None:
                 with gate.public(call):
-                    await act(call, context)
-            elif gate.authenticator is None:
-                await act(call, context)
+                    answer = await act(call, context)
             else:
                 await _identify(gate, call, context, access)
                 with gate.lasting(call):
-                    await act(call, context)
+                    answer = await act(call, context)
             code = _OK
-            return
+            return answer
         except grpc.aio.InternalError as error:
             # gRPC could not write: the client is gone, and needs no status.
             drop_references(error)
+            code = _code_of(context)
             refused = None
         except grpc.aio.AbortError as error:
-            # As in _library_unary().
+            # The library's method has ended the call with a status of its own. As in refusal(), no frame may keep a
+            # reference to the context.
             drop_references(error)
             code = _code_of(context)
             del context
@@ -455,7 +428,7 @@ def _streaming(
         del context
         if refused is None:
             raise asyncio.CancelledError
-        await refused
+        return await refused
 
     return serve
 
@@ -549,10 +522,10 @@ def _serialize(response: Message | bytes) -> bytes:
 
 
 def _code_of(context: Context) -> int:
-    """Returns the code that a library's method has ended its call with."""
-    # The code is a number, or a member of an enum. The type stubs do not say so.
-    code = cast("grpc.StatusCode | int", context.code())
-    return code if isinstance(code, int) else code.value[0]
+    """Returns the code that a library's method has ended its call with. If it has not ended it, the client has left."""
+    # It is None, a number, or a member of an enum. The type stubs do not say so.
+    code = cast("grpc.StatusCode | int | None", context.code())
+    return _CANCELLED if code is None else code if isinstance(code, int) else code.value[0]
 
 
 def _seconds_left(context: Context, at_most: float) -> float:

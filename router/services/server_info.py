@@ -9,8 +9,8 @@ from importlib.metadata import version
 from google.protobuf.duration_pb2 import Duration
 
 from router.gate.admission import MESSAGE_BYTES_MAX
+from shard.job_id import HORIZON_DAYS
 from shard.queue.queue_ids import QUEUES_MAX
-from shard.queue.store import ID_AGE_DAYS_MAX
 from windrow.rules import Rule, SpanRule, limit, span_limit
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2, server_pb2
 
@@ -53,7 +53,7 @@ def _limits() -> server_pb2.ServerLimits:
         max_wait=span_limit(dequeue, "wait", SpanRule.LTE),
         max_delay=span_limit(job_pb2.NewJob, "delay", SpanRule.LTE),
         max_dedup_window=span_limit(job_pb2.Dedup, "window", SpanRule.LTE),
-        max_id_age=Duration(seconds=round(ID_AGE_DAYS_MAX * 86_400)),
+        max_id_age=Duration(seconds=HORIZON_DAYS * 86_400),
         max_checkpoint_bytes=limit(queue_pb2.Extend, "checkpoint", Rule.BYTES_MAX_LEN),
         max_progress_note_bytes=limit(job_pb2.Progress, "note", Rule.STRING_MAX_BYTES),
     )

@@ -16,7 +16,7 @@ from typing import NoReturn
 import psycopg
 
 from shard.errors import BadIds, IdsOutsideHorizon, NotOwned, RowLocked, ShardUnavailable, TooManyQueues
-from shard.job_id import bounds_ms, made_at_ms, to_hex
+from shard.job_id import HORIZON_US, bounds_ms, made_at_ms, to_hex
 from shard.placement.slots import slot_of
 from shard.postgres import arrays
 from shard.postgres.clock import ShardClock
@@ -42,20 +42,15 @@ _HINT_NS = 2_000_000_000
 
 
 class Enqueuer:
-    """Stores jobs. `horizon_days` is the maximum age of a job id, and therefore how long a repeated enqueue is
-    recognised by its id. `locks`: the row locks of jobs."""
+    """Stores jobs. `locks`: the row locks of jobs."""
 
-    def __init__(
-        self, database: Database, names: QueueIds, locks: RowLocks[JobRow], clock: ShardClock, *, horizon_days: float
-    ) -> None:
+    def __init__(self, database: Database, names: QueueIds, locks: RowLocks[JobRow], clock: ShardClock) -> None:
         self._shard = database.name
         self._clock = clock
         self._job_locks = locks
         self._key_locks = row_locks.of_keys(database)
         self._database = database
         self._names = names
-        self._horizon_us = round(horizon_days * 24 * HOUR_US)
-        self._horizon_days = horizon_days
         # The time that the shard returned last, and the time by time.monotonic_ns at which it was read. This is a hint
         # (I7).
         self._shard_time_us = 0
@@ -71,16 +66,8 @@ class Enqueuer:
             # statement checks the ids by the shard's present time.
             return
         now_us = self._shard_time_us + since_ns // 1000
-        if made_at_ms(min(ids)) < self._bounds_ms(now_us)[0] - _HOUR_MS:
-            raise IdsOutsideHorizon(self._outside(ids, now_us), now=Micros(now_us), horizon_days=self._horizon_days)
-
-    def _bounds_ms(self, now_us: int) -> tuple[int, int]:
-        return bounds_ms(now_us, horizon_us=self._horizon_us)
-
-    def _outside(self, ids: Sequence[str], now_us: int) -> list[int]:
-        """Returns the positions of ids whose time lies outside the bounds (`_bounds_ms`)."""
-        oldest_ms, newest_ms = self._bounds_ms(now_us)
-        return [at for at, job_id in enumerate(ids) if not oldest_ms <= made_at_ms(job_id) <= newest_ms]
+        if made_at_ms(min(ids)) < bounds_ms(now_us)[0] - _HOUR_MS:
+            raise IdsOutsideHorizon(_outside(ids, now_us), now=Micros(now_us))
 
     async def enqueue(self, calls: Sequence[Call]) -> Sequence[dict[int, JobId] | Exception]:
         """Stores the jobs of each call, all or none. Returns for each call the positions of jobs that were known
@@ -212,7 +199,7 @@ class Enqueuer:
                 "lane_epochs": arrays.numbers([epochs[name] for name in lanes.values()]),
                 "oldest_ms": made_at_ms(oldest),
                 "newest_ms": made_at_ms(newest),
-                "horizon_us": self._horizon_us,
+                "horizon_us": HORIZON_US,
                 "jobs": count,
                 "ids": arrays.plain(columns.ids),
                 "queue_ids": _queue_ids(calls, numbers),
@@ -261,24 +248,16 @@ class Enqueuer:
     async def _check_ids(self, calls: Sequence[Call], now: Micros) -> None:
         """Refuses the ids that the enqueue statement would refuse, so that a refused call makes no queues. Raises
         _Refused, ClockSetBack."""
-        if self._outside_horizon(calls, now):
+        if _outside_horizon(calls, now):
             await self._refuse_ids(calls, now)
 
     async def _refuse_ids(self, calls: Sequence[Call], now: int) -> NoReturn:
         """Refuses the calls with ids outside the horizon. Raises _Refused, ClockSetBack."""
-        if max(made_at_ms(max(jobs.ids)) for jobs, _, _ in calls) > self._bounds_ms(now)[1]:
+        if max(made_at_ms(max(jobs.ids)) for jobs, _, _ in calls) > bounds_ms(now)[1]:
             # If the shard's clock was set back, new ids seem to be of the future.
             await self._clock.record()
             self._clock.check()
-        raise _Refused(self._outside_horizon(calls, now))
-
-    def _outside_horizon(self, calls: Sequence[Call], now: int) -> dict[int, Exception]:
-        errors: dict[int, Exception] = {}
-        for index, (jobs, _, _) in enumerate(calls):
-            bad = self._outside(jobs.ids, now)
-            if bad:
-                errors[index] = IdsOutsideHorizon(bad, now=Micros(now), horizon_days=self._horizon_days)
-        return errors
+        raise _Refused(_outside_horizon(calls, now))
 
     async def _look_up(self, calls: Sequence[PendingEnqueue]) -> None:
         """Finds which of the remaining jobs the shard knows, and moves them to `known`."""
@@ -372,6 +351,21 @@ class _AlreadyKnown(Exception):
     """Nothing was stored, because a job of the calls has already finished or died, or because a job with the same id is
     live. In the second case, enqueue_plain.sql always stores nothing. enqueue.sql stores nothing only if it has taken
     a free dedup key for the new job, because the key must stay free."""
+
+
+def _outside(ids: Sequence[str], now_us: int) -> list[int]:
+    """Returns the positions of ids whose time lies outside the bounds (`bounds_ms`)."""
+    oldest_ms, newest_ms = bounds_ms(now_us)
+    return [at for at, job_id in enumerate(ids) if not oldest_ms <= made_at_ms(job_id) <= newest_ms]
+
+
+def _outside_horizon(calls: Sequence[Call], now: int) -> dict[int, Exception]:
+    errors: dict[int, Exception] = {}
+    for index, (jobs, _, _) in enumerate(calls):
+        bad = _outside(jobs.ids, now)
+        if bad:
+            errors[index] = IdsOutsideHorizon(bad, now=Micros(now))
+    return errors
 
 
 def _without_shared_ids(calls: Sequence[PendingEnqueue]) -> Sequence[PendingEnqueue]:

@@ -59,8 +59,6 @@ from shard.workflow import NodeOf
 
 _log = logging.getLogger(__name__)
 
-# How old the time in a new job's id may be.
-ID_AGE_DAYS_MAX = 7.0
 # How many times a job is read for an explanation, if it moves between tables or changes meanwhile.
 _TRIES_MAX = 6
 _UNRELEASED_MAX = 10_000
@@ -76,14 +74,13 @@ _SINGLE_CALLS_WEIGHT_MAX = 100
 
 
 class Store:
-    """One shard's queue. `horizon_days` is the maximum age of a job id, and therefore how long a repeated enqueue is
-    recognised by its id. `on_visible` is called with the queues of jobs that can be claimed again, `on_revoked` with
+    """One shard's queue. `on_visible` is called with the queues of jobs that can be claimed again, `on_revoked` with
     leases that were not ended by their consumer, and `on_settled` with jobs (as 32 hexadecimal digits) that may have
     ended.
 
     Every method that changes jobs raises ClockSetBack while `clock` knows that the shard's clock was set back."""
 
-    def __init__(self, database: Database, *, horizon_days: float = ID_AGE_DAYS_MAX) -> None:
+    def __init__(self, database: Database) -> None:
         self.name: ShardName = database.name
         self.names = QueueIds(database)
         self.walk = QueueWalk(database, self.names)
@@ -102,7 +99,7 @@ class Store:
         # Releases that failed in an outage; the next sweep sends them again.
         self._unreleased: list[Settlement] = []
         locks = row_locks.of_jobs(database)
-        self._enqueuer = Enqueuer(database, self.names, locks, self.clock, horizon_days=horizon_days)
+        self._enqueuer = Enqueuer(database, self.names, locks, self.clock)
         self._changes = JobChanges(
             database,
             locks,

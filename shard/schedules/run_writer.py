@@ -9,14 +9,12 @@ from typing import NamedTuple
 from uuid import UUID
 
 from shard.errors import UnknownQueue
+from shard.job_id import HORIZON_US
 from shard.postgres import arrays
 from shard.postgres.connection import Connection
-from shard.queue.store import ID_AGE_DAYS_MAX
 from shard.schedule import RUNS_KEPT, Run, RunOutcome, ScheduledRun, ScheduleId, ScheduleName, Timing
 from shard.schedules import calendar, statements
 from shard.vocabulary import JobId, Micros, OrgId, QueueId, QueueName
-
-_DAY_US = 86_400_000_000
 
 
 class NewRun(NamedTuple):
@@ -152,7 +150,7 @@ async def forget_runs(connection: Connection, schedules: Sequence[ScheduleId]) -
             "schedules": arrays.plain(schedules),
             "kept": RUNS_KEPT,
             # Runs of backfills are kept for as long as shards accept ids of their age.
-            "backfill_us": round(ID_AGE_DAYS_MAX * _DAY_US),
+            "backfill_us": HORIZON_US,
         }
         await connection.run(statements.FORGET_RUNS, parameters)
 

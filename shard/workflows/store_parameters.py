@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shard.job_id import made_at_ms
+from shard.job_id import HORIZON_US, made_at_ms
 from shard.postgres import arrays
 from shard.queue.enqueue import SPARSE_ENCODERS
-from shard.queue.store import ID_AGE_DAYS_MAX
 from shard.vocabulary import SPARSE_COLUMNS, QueueId, QueueName
 from shard.workflow import NewWorkflow
-
-# The maximum age of a workflow's id.
-HORIZON_US = round(ID_AGE_DAYS_MAX * 86_400_000_000)
 
 
 class Growth(NamedTuple):

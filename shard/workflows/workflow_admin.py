@@ -18,7 +18,7 @@ from shard.errors import (
 )
 from shard.job_id import bounds_ms, made_at_ms
 from shard.postgres.pool import Database
-from shard.queue.store import ID_AGE_DAYS_MAX, Store
+from shard.queue.store import Store
 from shard.vocabulary import JobId, Micros, OrgId
 from shard.workflow import (
     Fault,
@@ -36,7 +36,7 @@ from shard.workflow import (
 from shard.workflows import statements
 from shard.workflows.calls import LockedWorkflow, WorkflowCalls
 from shard.workflows.page_tokens import pack, unpack_id, unpack_number
-from shard.workflows.store_parameters import HORIZON_US, store_parameters
+from shard.workflows.store_parameters import store_parameters
 from shard.workflows.sweep import WorkflowSweep
 
 _TRIES_MAX = 6
@@ -91,7 +91,7 @@ class WorkflowAdmin:
                 self._store.jobs_stored(set(ids.values()))
                 return False
             if not id_fits:
-                raise IdsOutsideHorizon([0], now=Micros(now), horizon_days=ID_AGE_DAYS_MAX)
+                raise IdsOutsideHorizon([0], now=Micros(now))
             if admitted == len(queues):
                 if not await self._is_known(org, workflow.id, workflow.digest):
                     raise ShardUnavailable(self._database.name, f"org {org!r} was moved or erased meanwhile")
@@ -103,9 +103,9 @@ class WorkflowAdmin:
     async def _check_id(self, workflow: WorkflowId, now: Micros) -> None:
         """Refuses the ids that the statement would refuse. This check comes before queues are created, so that a
         refused call creates none. Raises IdsOutsideHorizon."""
-        oldest_ms, newest_ms = bounds_ms(now, horizon_us=HORIZON_US)
+        oldest_ms, newest_ms = bounds_ms(now)
         if not oldest_ms <= made_at_ms(workflow) <= newest_ms:
-            raise IdsOutsideHorizon([0], now=now, horizon_days=ID_AGE_DAYS_MAX)
+            raise IdsOutsideHorizon([0], now=now)
 
     async def _refuse_second_retry(self, workflow: NewWorkflow) -> None:
         """Raises NotRetryable if a different workflow already retries the old workflow."""

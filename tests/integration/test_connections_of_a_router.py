@@ -43,7 +43,6 @@ def test_a_process_has_as_many_connections_as_the_pages_say(
         ThreadPoolExecutor(2 * len(ORGS)) as threads,
         ExitStack() as locks,
     ):
-
         # A call fails if it waits for the lock for too long.
         def lists(org: str) -> None:
             with suppress(grpc.RpcError):

@@ -17,7 +17,6 @@ import pytest
 
 from router.buffer import Account, Buffer
 from router.codec.causes import EXPIRED_REASON
-from router.codec.fast_write import Delivery
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from router.route.explain import explain_job, explain_queue
@@ -42,6 +41,7 @@ from tests.postgres import Server
 from tests.recorder import Recorder
 from tests.routers import PATIENCE_S, Stubs, running_routers, stubs, until, write_cluster
 from tests.streams import new_job, start
+from tests.waiting import WaitingConsumer
 from windrow import SyncClient
 from windrow.causes import read_causes
 from windrow.v1 import admin_pb2, cause_pb2, job_pb2, queue_pb2
@@ -130,40 +130,16 @@ async def scene(module_dsn: str, database: Database, org: OrgId) -> AsyncGenerat
         yield Scene(fleet=fleet, buffer=buffer, database=database, org=org)
 
 
-class _Waits:
-    """A consumer of these kinds that waits at the fleet's router, and has room. Nothing wakes it."""
-
-    def __init__(self, org: OrgId, *kinds: str) -> None:
-        self.org, self.queues, self.kinds, self.worker, self.window_us = org, [QUEUE], kinds, "w2", HOUR_US
-        self.account = Account(Buffer(2**20), org=org, peer="p")
-        self.credit = 10
-        self.idle = True
-        self.promised = self.takes_once = self.full = self.looking = self.all_orgs = False
-
-    def account_of(self, org: OrgId) -> Account:
-        del org
-        return self.account
-
-    def wake(self) -> None: ...
-
-    def give(self, jobs: Delivery) -> None:
-        raise AssertionError(f"nothing is handed over here: {jobs}")
-
-    def keep_places(self, jobs: int) -> None:
-        raise AssertionError(f"nothing is handed over here: {jobs}")
-
-    def free_places(self, unused: int) -> None:
-        raise AssertionError(f"no place was kept: {unused}")
-
-
 @contextlib.contextmanager
 def waiting(scene: Scene, *kinds: str) -> Generator[None, None, None]:
-    waiter, room = _Waits(scene.org, *kinds), scene.member.room
+    """A consumer of these kinds that waits at the fleet's router, and has room. Nothing is handed over to it."""
+    waiter, room = WaitingConsumer(scene.org, kinds=kinds, credit=10), scene.member.room
     room.enter(waiter)
     try:
         yield
     finally:
         room.leave(waiter)
+    assert (waiter.credit, waiter.woken) == (10, 0)
 
 
 def names(causes: Sequence[Cause]) -> list[str | None]:

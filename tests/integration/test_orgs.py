@@ -884,6 +884,8 @@ async def test_an_erasure_of_another_org_ends_one_that_was_interrupted_and_leave
     # The command of the org itself still finds them.
     assert [one.rows for one in (await orgs.erase(field.cluster, org, say=print)).files] == [2]
     assert exported(place, org) == 0
+
+
 async def test_it_is_refused_where_the_directory_of_the_exports_does_not_exist_and_nothing_is_erased(
     field: Field, org: OrgId, tmp_path: Path
 ) -> None:

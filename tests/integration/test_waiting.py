@@ -46,6 +46,7 @@ from tests.postgres import Server
 from tests.recorder import Recorder
 from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
 from tests.streams import QUEUE, Client, acks, client, new_job, sql, until, window
+from tests.waiting import WaitingConsumer
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
 SHARDS = ("s1", "s2")
@@ -959,46 +960,6 @@ async def test_single_jobs_that_race_with_consumers_who_come_and_go_are_all_deli
     assert lost <= count // 500, f"{lost} of {count} jobs would wait for a sweep"
 
 
-class _Waits:
-    """A waiting consumer, as the wait room sees it."""
-
-    def __init__(self, org: OrgId, *queues: str, credit: int = 1) -> None:
-        self.org = org
-        self.queues = [QueueName(queue) for queue in queues]
-        self.worker, self.window_us, self.kinds = "w", 1_000_000, ()
-        self.account = Account(Buffer(2**20), org=org, peer="p")
-        self.credit = credit
-        self.idle = True
-        self.full = False
-        self.promised = False
-        self.takes_once = False
-        self.looking = False
-        self.woken = 0
-        self.all_orgs = False
-
-    def account_of(self, org: OrgId) -> Account:
-        del org
-        return self.account
-
-    def wake(self) -> None:
-        self.looking = True
-        self.woken += 1
-
-    def give(self, jobs: object) -> None:
-        raise AssertionError(f"nothing is handed over here: {jobs}")
-
-    def keep_places(self, jobs: int) -> None:
-        self.credit -= jobs
-        if self.takes_once:
-            self.idle, self.promised = False, True
-
-    def free_places(self, unused: int) -> None:
-        self.promised = False
-        if unused:
-            self.credit += unused
-            self.wake()
-
-
 class _Nothing:
     """A store and a doorbell that are never used."""
 
@@ -1031,7 +992,7 @@ def stored(room: WaitRoom, jobs: NewJobs) -> None:
 
 
 def test_a_consumer_that_leaves_passes_on_what_it_was_woken_for(room: WaitRoom) -> None:
-    first, second = _Waits(OrgId("o"), "mail", "other"), _Waits(OrgId("o"), "mail")
+    first, second = WaitingConsumer(OrgId("o"), "mail", "other"), WaitingConsumer(OrgId("o"), "mail")
     room.enter(first)
     room.enter(second)
     stored(room, some_jobs(OrgId("o"), 1))
@@ -1041,7 +1002,7 @@ def test_a_consumer_that_leaves_passes_on_what_it_was_woken_for(room: WaitRoom) 
 
 
 def test_a_consumer_that_leaves_and_was_not_woken_wakes_nobody(room: WaitRoom) -> None:
-    first, second = _Waits(OrgId("o"), "mail"), _Waits(OrgId("o"), "mail")
+    first, second = WaitingConsumer(OrgId("o"), "mail"), WaitingConsumer(OrgId("o"), "mail")
     room.enter(first)
     room.enter(second)
     room.leave(first)
@@ -1049,7 +1010,7 @@ def test_a_consumer_that_leaves_and_was_not_woken_wakes_nobody(room: WaitRoom) -
 
 
 async def test_a_consumer_that_is_full_is_woken_and_not_counted_on(room: WaitRoom) -> None:
-    full, empty = _Waits(OrgId("o"), "mail", credit=1000), _Waits(OrgId("o"), "mail")
+    full, empty = WaitingConsumer(OrgId("o"), "mail", credit=1000), WaitingConsumer(OrgId("o"), "mail")
     full.full = True
     room.enter(full)
     room.enter(empty)
@@ -1059,7 +1020,7 @@ async def test_a_consumer_that_is_full_is_woken_and_not_counted_on(room: WaitRoo
     assert handover is None or len(handover.takers) == 1
 
 
-class _Seen(_Waits):
+class _Seen(WaitingConsumer):
     """Also counts how often its credit was looked at."""
 
     looks = 0
@@ -1089,7 +1050,7 @@ async def test_consumers_without_credit_are_looked_at_once(room: WaitRoom) -> No
 
 
 def test_a_consumer_that_missed_its_turn_for_lack_of_credit_is_next_when_it_has_some(room: WaitRoom) -> None:
-    missed, *others = (_Waits(OrgId("o"), "mail") for _ in range(4))
+    missed, *others = (WaitingConsumer(OrgId("o"), "mail") for _ in range(4))
     for one in (missed, *others):
         room.enter(one)
     missed.credit = 0
@@ -1104,7 +1065,7 @@ def test_a_consumer_that_missed_its_turn_for_lack_of_credit_is_next_when_it_has_
 
 
 async def test_jobs_are_offered_to_those_with_credit_by_turns(room: WaitRoom) -> None:
-    waiters = [_Waits(OrgId("o"), "mail", credit=credit) for credit in (1, 100, 0, 2)]
+    waiters = [WaitingConsumer(OrgId("o"), "mail", credit=credit) for credit in (1, 100, 0, 2)]
     for one in waiters:
         room.enter(one)
     handover = await offer(room, some_jobs(OrgId("o"), 30))
@@ -1118,15 +1079,15 @@ async def test_jobs_are_offered_to_those_with_credit_by_turns(room: WaitRoom) ->
 
 async def test_of_no_jobs_none_is_offered(room: WaitRoom) -> None:
     """A call has no jobs left if a former owner knows all of them, or if it repeats an enqueue at a limit."""
-    one = _Waits(OrgId("o"), "mail", credit=1)
+    one = WaitingConsumer(OrgId("o"), "mail", credit=1)
     room.enter(one)
     assert await offer(room, NewJobs(org=OrgId("o"))) is None
     assert one.credit == 1
 
 
 async def test_a_call_that_jobs_are_on_their_way_to_is_not_woken_for_others(room: WaitRoom) -> None:
-    call, stream = _Waits(OrgId("o"), "mail", credit=1000), _Waits(OrgId("o"), "mail", credit=1000)
-    call.takes_once = True
+    call = WaitingConsumer(OrgId("o"), "mail", credit=1000, takes_once=True)
+    stream = WaitingConsumer(OrgId("o"), "mail", credit=1000)
     room.enter(call)
     handover = await offer(room, some_jobs(OrgId("o"), 3))
     assert handover is not None
@@ -1141,8 +1102,7 @@ async def test_a_call_that_jobs_are_on_their_way_to_is_not_woken_for_others(room
 
 
 async def test_a_call_for_whose_jobs_there_is_no_memory_keeps_waiting(room: WaitRoom) -> None:
-    call = _Waits(OrgId("o"), "mail", credit=1000)
-    call.takes_once = True
+    call = WaitingConsumer(OrgId("o"), "mail", credit=1000, takes_once=True)
     call.account = cast("Account", SimpleNamespace(take=lambda _: False))
     room.enter(call)
     assert await offer(room, some_jobs(OrgId("o"), 3)) is None
@@ -1154,7 +1114,7 @@ async def test_a_sweep_learns_the_queues_of_all_orgs_by_one_statement(recorder: 
     await asyncio.gather(*(Store(recorder).enqueue(some_jobs(one, 1)) for one in orgs))
     store = Store(recorder)
     room = WaitRoom(store, cast("Doorbell", _Nothing()), *no_pools(store), sweep_s=NEVER_S)
-    waiting = [_Waits(one, QUEUE, "never-made") for one in orgs]
+    waiting = [WaitingConsumer(one, QUEUE, "never-made") for one in orgs]
     for one in waiting:
         room.enter(one)
     before = len(recorder.runs)
@@ -1164,7 +1124,7 @@ async def test_a_sweep_learns_the_queues_of_all_orgs_by_one_statement(recorder: 
 
 
 def test_two_streams_have_nothing_in_common_but_their_room(room: WaitRoom) -> None:
-    same, other = _Waits(OrgId("o"), "mail"), _Waits(OrgId("p"), "mail")
+    same, other = WaitingConsumer(OrgId("o"), "mail"), WaitingConsumer(OrgId("p"), "mail")
     room.enter(same)
     room.enter(other)
     stored(room, some_jobs(OrgId("o"), 5))
@@ -1216,7 +1176,7 @@ async def test_an_offer_that_fails_gives_back_the_credit_and_the_tokens_that_it_
     buckets = [*starts.of(org, QueueName("mail")), *starts.of(org, QueueName("second"))]
     for bucket in buckets:
         bucket.tokens = 10
-    waiter = _Waits(org, "plain", "mail", "second", credit=100)
+    waiter = WaitingConsumer(org, "plain", "mail", "second", credit=100)
     room.enter(waiter)
     jobs = some_jobs(org, 9)
     jobs.queues = [QueueName(queue) for queue in ("plain", "mail", "second") for _ in range(3)]

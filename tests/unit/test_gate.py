@@ -71,13 +71,13 @@ async def begun(
 TASKS: set[asyncio.Task[None]] = set()
 
 
-async def entered(gate: Gate, org: str, *, at_most: int = CALLS_MAX) -> list[Call]:
+def entered(gate: Gate, org: str, *, at_most: int = CALLS_MAX) -> list[Call]:
     """Lets in as many calls as the gate admits. Returns the calls that are inside."""
     calls: list[Call] = []
     for _ in range(at_most):
         call = Call(gate.buffer, peer="ipv4:127.0.0.1:1")
         try:
-            await gate.enter(call, org, 0)
+            gate.admit(call, org)
         except RouterFull:
             break
         calls.append(call)
@@ -85,32 +85,33 @@ async def entered(gate: Gate, org: str, *, at_most: int = CALLS_MAX) -> list[Cal
 
 
 async def test_one_org_has_half_of_the_calls_and_others_get_in(gate: Gate) -> None:
-    assert len(await entered(gate, "busy")) == CALLS_MAX // 2
+    assert len(entered(gate, "busy")) == CALLS_MAX // 2
     with pytest.raises(RouterFull, match="takes 4,000 calls at a time, and from one org never more than"):
-        await gate.enter(Call(gate.buffer, peer="p"), "busy", 0)
-    assert len(await entered(gate, "other")) == CALLS_MAX // 4
+        gate.admit(Call(gate.buffer, peer="p"), "busy")
+    assert len(entered(gate, "other")) == CALLS_MAX // 4
 
 
 async def test_a_call_keeps_its_place_until_its_task_has_ended(gate: Gate) -> None:
     call, end = await begun(gate)
-    await gate.enter(call, "busy", 10)
+    gate.admit(call, "busy")
+    await call.reserve(10, received=10)
     gate.answered(call, 20)
-    assert len(await entered(gate, "busy")) == CALLS_MAX // 2 - 1
+    assert len(entered(gate, "busy")) == CALLS_MAX // 2 - 1
     assert gate.buffer.held == 20
     assert gate.arrivals.inside == {"ipv4:127.0.0.1:1": 1}
     end.set()
     await asyncio.gather(*TASKS)
     await asyncio.sleep(0)
-    assert len(await entered(gate, "busy")) == 1
+    assert len(entered(gate, "busy")) == 1
     assert (gate.buffer.held, gate.arrivals.inside) == (0, {})
 
 
 async def test_calls_that_wait_for_jobs_leave_their_places_to_others(gate: Gate) -> None:
-    calls = await entered(gate, "busy")
+    calls = entered(gate, "busy")
     with gate.waiting(calls[0]):
-        assert len(await entered(gate, "busy")) == 1
+        assert len(entered(gate, "busy")) == 1
     # The call counts again, although there is no room.
-    assert await entered(gate, "busy") == []
+    assert entered(gate, "busy") == []
 
 
 def test_one_org_has_half_of_the_streams(gate: Gate) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import pytest
 
-from router.buffer import Account, Buffer
-from router.codec.fast_write import Delivery
 from router.fleet.org_pool import OrgPool
 from router.fleet.shard_handle import ShardHandle
 from router.fleet.starts import Starts
 from shard.errors import ShardUnavailable
 from shard.queue.store import Store
 from shard.vocabulary import OrgId, QueueName, ShardName
+from tests.waiting import WaitingConsumer
 
 PATIENCE_S = 30.0
 MAIL, S1 = QueueName("mail"), ShardName("s1")
@@ -30,36 +28,6 @@ def pool_of(shards: Callable[[], Mapping[ShardName, ShardHandle]] = dict) -> Org
     return OrgPool(
         [MAIL], shards=shards, reads=lambda _: (), weight_of=lambda _: 1.0, starts=Starts(no_store, lambda: None)
     )
-
-
-@dataclass(eq=False)
-class Consumer:
-    """A consumer with room for jobs, which only counts its credit."""
-
-    account: Account
-    credit: int
-    queues: Sequence[QueueName] = (MAIL,)
-    kinds: Sequence[str] = ()
-    worker: str = "worker"
-    window_us: int = 60_000_000
-    idle: bool = True
-    full: bool = False
-    takes_once: bool = False
-    all_orgs: bool = True
-
-    def account_of(self, org: OrgId) -> Account:
-        return self.account.of(org)
-
-    def keep_places(self, jobs: int) -> None:
-        self.credit -= jobs
-
-    def free_places(self, unused: int) -> None:
-        self.credit += unused
-
-    def give(self, jobs: Delivery) -> None:
-        raise AssertionError("no job is leased here")
-
-    take = give
 
 
 def dealt(pool: OrgPool, org: OrgId, jobs: int) -> int:
@@ -78,7 +46,7 @@ async def test_an_org_that_was_held_back_is_not_ready_on_a_shard_that_has_gone_a
 
 async def test_new_jobs_are_handed_over_beside_the_backlog_of_another_org_until_it_is_that_orgs_turn() -> None:
     pool = pool_of()
-    pool.enter(Consumer(Account(Buffer(1_000_000), org="", peer="here"), credit=10))
+    pool.enter(WaitingConsumer(OrgId(""), credit=10, all_orgs=True))
     pool.found(S1, LARGE, MAIL)
     assert dealt(pool, LARGE, 1) == 0, "its older jobs come first"
     assert dealt(pool, ACME, 3) == 1, "only one job before the other org's"
@@ -91,7 +59,7 @@ async def test_new_jobs_are_handed_over_beside_the_backlog_of_another_org_until_
 
 async def test_while_a_claim_of_an_org_waits_for_its_next_try_no_newer_job_of_the_org_is_handed_over() -> None:
     pool = pool_of()
-    pool.enter(Consumer(Account(Buffer(1_000_000), org="", peer="here"), credit=10))
+    pool.enter(WaitingConsumer(OrgId(""), credit=10, all_orgs=True))
     pool._set_aside(ACME, S1, [MAIL], for_s=0)
     assert dealt(pool, ACME, 1) == 0
     assert dealt(pool, LARGE, 1) == 1

@@ -20,7 +20,7 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.buffer import Account, Buffer
+from router.buffer import Buffer
 from router.codec.fast_write import Delivery
 from router.fleet.fleet import Fleet
 from router.fleet.shares import Share, deal
@@ -47,6 +47,7 @@ from tests.effort import luck_of, trials
 from tests.jobs import some_jobs
 from tests.routers import PATIENCE_S
 from tests.streams import until
+from tests.waiting import WaitingConsumer
 
 ORG, QUEUE, SHARD = OrgId("o"), QueueName("mail"), ShardName("s1")
 KEY = QueueKey(SHARD, ORG, QUEUE)
@@ -128,55 +129,27 @@ class Shard:
             self.has_released.set()
 
 
-@dataclass(eq=False)
-class Waits:
-    """A waiting consumer."""
+class Waits(WaitingConsumer):
+    """Keeps the jobs that it gets."""
 
-    buffer: Buffer
-    credit: int = 1
-    takes_once: bool = False
-    org: OrgId = ORG
-    queues: Sequence[QueueName] = (QUEUE,)
-    kinds: Sequence[str] = ()
-    worker: str = "w"
-    window_us: int = 1_000_000
-    idle: bool = True
-    full: bool = False
-    promised: bool = False
-    looking: bool = False
-    woken: int = 0
-    has_credit: Callable[[Waiter], None] = lambda _: None
-    was_woken: asyncio.Event = field(default_factory=asyncio.Event)
+    has_credit: Callable[[Waiter], None]
 
-    def __post_init__(self) -> None:
-        self.account = Account(self.buffer, org=self.org, peer="p")
+    def __init__(self, org: OrgId, **fields: Any) -> None:
+        super().__init__(org, **fields)
+        self.was_woken = asyncio.Event()
         self.got: list[Delivery] = []
 
-    @property
-    def all_orgs(self) -> bool:
-        return False
-
-    def account_of(self, org: OrgId) -> Account:
-        return self.account
-
     def wake(self) -> None:
-        self.woken += 1
+        super().wake()
         self.was_woken.set()
 
     def give(self, jobs: Delivery) -> None:
         self.got.append(jobs)
 
-    def keep_places(self, jobs: int) -> None:
-        self.credit -= jobs
-        if self.takes_once:
-            self.idle, self.promised = False, True
-
     def free_places(self, unused: int) -> None:
-        self.promised = False
+        super().free_places(unused)
         if unused:
-            self.credit += unused
             self.has_credit(self)
-            self.wake()
 
     @property
     def ids(self) -> list[str]:
@@ -199,8 +172,8 @@ class Process:
     def deal(self, org: OrgId, queue: QueueName, sizes: Sequence[int]) -> list[Share]:
         return deal(self.awaited.get(org), org, sizes) if queue == QUEUE else []
 
-    def waits(self, **fields: Any) -> Waits:
-        waiter = Waits(self.buffer, **fields)
+    def waits(self, org: OrgId = ORG, **fields: Any) -> Waits:
+        waiter = Waits(org, buffer=self.buffer, **fields)
         awaited = self.awaited.setdefault(waiter.org, AwaitedQueue())
         awaited.enter(waiter)
         waiter.has_credit = awaited.has_credit

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 import ssl
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -67,9 +66,9 @@ class Pem(NamedTuple):
     key: bytes | None
 
 
-def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Returns the fields of Tls that the environment sets."""
-    return {field: environ[name] for field, name in _VARIABLES.items() if environ.get(name)}
+    return {field: os.environ[name] for field, name in _VARIABLES.items() if os.environ.get(name)}
 
 
 def chosen(given: Tls | Path | str | bool | None, *, secure: bool) -> Tls | None:

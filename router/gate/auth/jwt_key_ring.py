@@ -47,13 +47,11 @@ class KeyRing:
         *,
         refresh_s: float,
         valid_s: float,
-        interval_s_min: float = _INTERVAL_S_MIN,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._source = source
         self._refresh_s = refresh_s
         self._valid_s = valid_s
-        self._interval_s_min = interval_s_min
         self._clock = clock
         self._keys: Mapping[str, VerificationKey] = {}
         # Whether there are no keys because an operator's file says so.
@@ -218,7 +216,7 @@ class KeyRing:
         return self._clock() - self._asked_at
 
     def _may_ask(self) -> bool:
-        return self._since_asked() >= self._interval_s_min
+        return self._since_asked() >= _INTERVAL_S_MIN
 
     def _unavailable(self) -> KeysUnavailable:
         return KeysUnavailable(
@@ -230,10 +228,10 @@ class KeyRing:
         """How long until the next fetch. A random part prevents the processes of a cluster from all asking at once."""
         pause = self._refresh_s
         if self._missed or not self._keys:
-            pause = self._interval_s_min
+            pause = _INTERVAL_S_MIN
         elif self._trouble:
             pause = min(pause, _RETRY_S_MAX)
-        return max(pause * random.uniform(0.9, 1.1), self._interval_s_min)
+        return max(pause * random.uniform(0.9, 1.1), _INTERVAL_S_MIN)
 
 
 def _listed(kids: Iterable[str]) -> str:
