@@ -26,7 +26,7 @@ from shard.queue.bisect_errors import ROW_ERRORS, bisect_errors
 from shard.queue.pending_enqueue import RESULT_UNKNOWN, Call, Inserted, PendingEnqueue, Taker
 from shard.queue.queue_ids import QUEUES_MAX, Name, NewQueuesLocked, QueueIds
 from shard.queue.row_locks import JobRow, KeyRow, RowLocks
-from shard.vocabulary import HOUR_US, SPARSE_COLUMNS, JobId, JobState, Known, Micros, NewJobs, OrgId, QueueId, Slot
+from shard.vocabulary import SPARSE_COLUMNS, JobId, JobState, Known, Micros, NewJobs, OrgId, QueueId, Slot
 
 # How often a statement is tried again after its obstacle was removed. Each try removes one obstacle for good.
 _TRIES_MAX = 6
