@@ -13,7 +13,7 @@ from shard.vocabulary import OrgId, QueueName
 
 # How many limits a cluster may have, defaults included. Every router process has a copy of all of them.
 LIMITS_MAX = 10_000
-# The org of a default, which counts for each org by itself.
+# The org in the key of a default limit. A default applies to each org separately.
 EVERY_ORG = OrgId("")
 # Stands for all queues of an org together.
 ALL_QUEUES = QueueName("")
@@ -40,8 +40,9 @@ class Measure(enum.StrEnum):
         return self not in _AT_A_TIME
 
 
-# Limits of the measures in these two tuples refuse enqueues: an enqueue takes tokens from the buckets of ENQUEUED, and
-# BACKLOG has no buckets. Limits of the other measures hold jobs back, and refuse no call.
+# Limits of the measures in these two tuples can refuse enqueues. An enqueue takes tokens from the buckets of the
+# measures in ENQUEUED; the measures in BACKLOG have no buckets. Limits of all other measures delay jobs, and refuse no
+# call.
 ENQUEUED = (Measure.JOBS, Measure.BYTES)
 BACKLOG = (Measure.BACKLOG, Measure.BACKLOG_BYTES)
 # The measures that have no interval, each with the words that follow its number in messages.
@@ -71,7 +72,7 @@ class Limit(NamedTuple):
     key: LimitKey
     amount: int
     interval_us: int
-    # Later changes of any limit have higher versions.
+    # Each change of any limit gets a higher version than the change before.
     version: int
 
     @property
