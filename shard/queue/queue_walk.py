@@ -18,8 +18,8 @@ _ORG_BITS = 32
 
 
 class Found(NamedTuple):
-    """A queue that has live jobs. `first_us`: the time at which the first of them is or becomes visible, by the shard's
-    clock. None: the queue gives no jobs."""
+    """A queue that has live jobs. `first_us`: the time, by the shard's clock, at which the first of these jobs became
+    or becomes visible. None: the queue gives no jobs."""
 
     queue_id: QueueId
     org: OrgId
@@ -48,8 +48,8 @@ class QueueWalk:
         return dict(rows)
 
     async def walk(self, queue: QueueName, name_id: int, *, after: QueueId | None, queues_max: int) -> Walked:
-        """Returns the next queues of this name that have live jobs. The walk goes on after the queue with the id
-        `after`. If that is None, the walk begins with the first queue."""
+        """Returns the next queues of this name that have live jobs. The walk continues after the queue with the id
+        `after`. If `after` is None, the walk begins with the first queue."""
         last = (name_id + 1 << _ORG_BITS) - 1
         parameters = {
             "first": (name_id << _ORG_BITS) if after is None else after + 1,
