@@ -130,7 +130,7 @@ class OrgBooks(NamedTuple):
 
     @property
     def balanced(self) -> bool:
-        """Whether the accepted jobs are as many as all other counts together (I5)."""
+        """Whether the number of accepted jobs equals the sum of all other counts (invariant I5)."""
         return self.accepted == self.unfinished + self.succeeded + self.cancelled + self.archived + self.expired
 
 
@@ -151,8 +151,8 @@ class QueueAdmin:
         self._scans = single_calls(
             lambda: ShardUnavailable(self.name, "earlier counts and lists take long"), wait_s=_SCAN_WAIT_S_MAX
         )
-        # Calls about queues run one at a time, and the orgs take turns, so that one org's calls do not hold up the
-        # calls of other orgs (I4).
+        # Calls about queues run one at a time, and the orgs take turns, so that one org's calls do not delay the calls
+        # of other orgs (invariant I4).
         self._calls = single_calls(lambda: ShardUnavailable(self.name, "earlier calls about queues take long"))
 
     async def create_queue(

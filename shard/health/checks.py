@@ -28,7 +28,7 @@ _WAL_KEPT_MAX = 10 * _GB
 _DEAD_ROWS_MAX = 200_000
 _ROWS_NEVER_ANALYZED_MAX = 100_000
 # Limits for the unused bytes of the hot table or of one of its indexes: a number of bytes, and a share of all its
-# bytes. Both must be exceeded.
+# bytes. Both must be reached.
 _UNUSED_NOTICED = 64 * _MB, 0.5
 _UNUSED_WARNED = 1 * _GB, 0.75
 # Postgres refuses writes some three million transactions before 2^31.

@@ -1,4 +1,4 @@
--- Revokes an API key, and notifies all routers. A key that is revoked already stays as it is. Returns the key, or no
+-- Revokes an API key, and notifies all routers. Does not change a key that is revoked already. Returns the key, or no
 -- row if no key has this id.
 WITH revoked AS (
     UPDATE windrow.api_key SET revoked_at = now() WHERE id = %(id)s AND revoked_at IS NULL RETURNING id, revoked_at
