@@ -1,5 +1,5 @@
--- Ends the move of these slots: from now on only the target is read. Run it when no job of these slots is left on the
--- source.
+-- Ends the move of these slots: from now on only the target is read. Run this statement when the source has no more
+-- jobs of these slots.
 WITH due AS MATERIALIZED (
     SELECT p.slot
     FROM windrow.placement p
