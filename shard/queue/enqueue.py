@@ -374,8 +374,8 @@ class _Refused(Exception):
 
 class _AlreadyKnown(Exception):
     """Nothing was stored, because a job of the calls has already finished or died, or because a live job has the same
-    id. For a live job with the same id, enqueue_plain.sql always raises this error. enqueue.sql raises it only if it
-    has taken a free dedup key for the new job, because the key must remain free."""
+    id. With enqueue_plain.sql, every live job with the same id causes this error. With enqueue.sql, such a job causes
+    it only if the statement has taken a free dedup key for the new job, because the key must remain free."""
 
 
 def _without_shared_ids(calls: Sequence[PendingEnqueue]) -> Sequence[PendingEnqueue]:
