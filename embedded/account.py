@@ -62,7 +62,7 @@ def spawn(
         stdout=output,
         stderr=output,
         cwd="/",  # The current folder may be inaccessible to the account, or deleted soon.
-        env=environment | {"LC_ALL": "C"},  # So output can be parsed, and initdb detects no other locale.
+        env=environment | {"LC_ALL": "C"},  # So that output can be parsed, and initdb detects no other locale.
         # Ctrl-C in the terminal must reach only this process, which then stops the server cleanly.
         start_new_session=True,
         pass_fds=pass_fds,

@@ -86,7 +86,7 @@ class ShardError(Exception):
 
 
 class NoAnswer(ShardError):
-    """The shard does not answer now. A call that asks several shards goes on with the shards that answer."""
+    """The shard does not answer now. A call that asks several shards continues with the shards that answer."""
 
 
 class TooManyWaiting(NoAnswer):

@@ -66,8 +66,8 @@ class LimitKey(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """A limit. A bucket holds up to `amount` tokens, and an empty bucket is full after `interval_us`. A limit
-    without an interval has no bucket, and its `interval_us` is 0."""
+    """A limit. A bucket holds up to `amount` tokens. An empty bucket is full after `interval_us`. A limit without an
+    interval has no bucket, and its `interval_us` is 0."""
 
     key: LimitKey
     amount: int

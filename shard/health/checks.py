@@ -370,8 +370,8 @@ def judge_partitions(missing: Sequence[MissingPartition]) -> Iterator[Finding]:
         return
     # A single missing partition is harmless. After midnight UTC, the partition of the last day ahead is missing until a
     # router makes it, which happens within an hour. Every shard uses the default retention. So if no partition of the
-    # default retention is missing, routers do make partitions, and the missing ones belong to a retention that an
-    # operator has just set.
+    # default retention is missing, routers do make partitions. Then the missing partitions belong to a retention that
+    # an operator has just set.
     is_new = all(partition.retention != RETENTION_DEFAULT for partition in missing)
     names = ", ".join(partition.name for partition in missing)
     yield Finding(

@@ -198,7 +198,8 @@ class Facts:
 
 
 async def read(name: ShardName, dsn: str) -> Facts:
-    """Reads the facts. Raises ShardUnavailable, also if a session keeps one of Windrow's tables locked for seconds."""
+    """Reads the facts. Raises ShardUnavailable. A session that keeps one of Windrow's tables locked for seconds causes
+    this error too."""
     connect = partial(
         psycopg.AsyncConnection.connect,
         autocommit=True,

@@ -172,7 +172,7 @@ def _cost(settings: Mapping[str, Setting], name: str) -> Setting:
 def judge_checkpoints(checkpoints: Checkpoints, max_wal_size: Setting, server: Server) -> Iterator[Finding]:
     timed, requested, wal_bytes = checkpoints
     # Postgres requests a checkpoint when WAL of about half of max_wal_size is written. If checkpoints came after less
-    # than a quarter of it on average, commands have requested them, and max_wal_size is not too small.
+    # than a quarter of max_wal_size on average, commands have requested them, and max_wal_size is not too small.
     if requested < max(_CHECKPOINTS_MIN, timed + 1) or wal_bytes / requested < max_wal_size.number / 4:
         return
     yield Finding(

@@ -29,7 +29,7 @@ from shard.vocabulary import OrgId
 # The wait for an exclusive lock must be short, because all statements on the table queue behind the session that waits.
 # The wait for a weaker lock may be longer, because only writers of a past day queue behind the session that waits. This
 # wait must also exceed deadlock_timeout, which is one second: an autovacuum gives way only to a session that has waited
-# for so long.
+# for that long.
 _EXCLUSIVE_LOCK_WAIT, _WEAKER_LOCK_WAIT = "50ms", "2s"
 _SET_LOCK_WAIT: LiteralString = "SELECT set_config('lock_timeout', %s, true)"
 _TRIES = 10
@@ -160,7 +160,7 @@ async def drop_past_ids(database: Database) -> None:
 
 
 async def expire_dedup(database: Database) -> int:
-    """Forgets some dedup keys whose windows are over. Returns how many; 0 means that none are left."""
+    """Forgets some dedup keys whose windows are over. Returns how many; 0 means that there are no more such keys."""
     return await _run_step(database, statements.EXPIRE_DEDUP)
 
 

@@ -66,7 +66,7 @@ class Catalog:
         return self.slots[self.slot(org)]
 
     def holdings(self) -> dict[ShardName, Holding]:
-        """Returns what each shard holds. Shards that hold nothing are left out."""
+        """Returns what each shard holds. Leaves out shards that hold nothing."""
         hashed, pinned = self.slots[:SLOTS], self.slots[SLOTS:]
         slots = Counter(shard for placement in hashed for shard in placement.writes)
         leaving = Counter(shard for placement in hashed for shard in placement.reads if shard not in placement.writes)
@@ -244,9 +244,9 @@ async def is_founded(database: Database, *, cluster: str) -> bool:
 
 
 async def grant_slots(database: Database, catalog: Catalog) -> int:
-    """Tells a shard which slots it owns. Slots that are moving are left out: only shard/placement/move_steps.py changes
-    their owner. Does not change a slot that the shard knows with a later epoch. Returns how many slots were new to the
-    shard."""
+    """Tells a shard which slots it owns. Leaves out slots that are moving, because only shard/placement/move_steps.py
+    changes their owner. Does not change a slot that the shard knows with a later epoch. Returns how many slots were new
+    to the shard."""
     slots = [slot for slot in catalog.slots_written_by(database.name) if catalog.slots[slot].at_rest]
     rows = await database.run(
         statements.GRANT_SLOTS,

@@ -16,7 +16,7 @@ from shard.postgres import statements as postgres_statements
 from shard.postgres.pool import NO_SCHEMA, Database, Mark
 from shard.vocabulary import Micros, ShardName
 
-# Each router that may write to a shard tries to write a mark there once in this time. If a shard loses the history of
+# Each router that may write to a shard tries to write a mark there at this interval. If a shard loses the history of
 # less than twice this time, the loss may remain unnoticed.
 MARK_S = 5.0
 _TRIES_MAX = 10

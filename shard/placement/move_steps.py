@@ -119,7 +119,7 @@ class Remaining(NamedTuple):
     dead: int
     # Exported jobs that are not deleted yet.
     departing: int
-    # How many ends of nodes were not yet written on the target.
+    # How many ends of nodes were not yet copied to the target.
     arrivals: int
 
 
@@ -135,7 +135,7 @@ class ExportedJobs(NamedTuple):
 
 
 async def read_slots(database: Database, slots: Sequence[Slot]) -> dict[Slot, SlotState]:
-    """Returns what the shard knows about these slots. Slots that it does not know are left out."""
+    """Returns what the shard knows about these slots. Leaves out slots that the shard does not know."""
     rows = await database.run(statements.READ_SLOTS, {"slots": arrays.numbers(slots)})
     return {row[0]: SlotState._make(row) for row in rows}
 
@@ -196,14 +196,14 @@ async def read_workflows(database: Database, slots: Sequence[Slot]) -> list[Work
 async def delete_workflows(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
     """Deletes the workflows of these slots on the source. Call this when routers read the workflows on the target.
     After the source has closed the slots, ends of nodes may still be appended there, and remain there until
-    `carry_arrivals` writes them on the target."""
+    `carry_arrivals` copies them to the target."""
     parameters = {"slots": arrays.numbers(slots), "state": "draining", "epoch": epoch}
     await database.run(statements.DELETE_WORKFLOWS, parameters)
 
 
 async def carry_arrivals(source: Database, target: Database, slots: Sequence[Slot], *, epoch: int) -> int:
-    """Writes the ends of nodes that were appended on the source on the target, and folds the workflows there. If an end
-    is written twice, it counts only once. Returns the number of ends."""
+    """Copies the ends of nodes that were appended on the source to the target, and folds the workflows there. If an end
+    is copied twice, it counts only once. Returns the number of ends."""
     rows = await source.run(statements.READ_ARRIVALS, {"slots": arrays.numbers(slots), "epoch": epoch})
     arrivals = list(map(Arrival._make, rows))
     for batch in _batches(arrivals):

@@ -122,7 +122,7 @@ class Breaker:
         probes: set[asyncio.Task[str | None]] = set()
         pause_s = _PROBE_PAUSE_S
         try:
-            # Pause first: the server has just refused a connection, or has not answered for long.
+            # Pause first, because the server has just refused a connection, or has not answered for a long time.
             await asyncio.sleep(_REFUSED_PAUSE_S / 2)
             while True:
                 if len(probes) < _PROBES_MAX:

@@ -208,8 +208,7 @@ class Database:
                         raise DiskFull(self.name, self.address, first_line(error)) from error
                     if not tries_left or not _connection_lost(error) or self._breaker.trouble is not None:
                         raise self._unavailable(first_line(error)) from error
-                    # The connection was lost because its server ended, so most likely the idle connections were lost
-                    # too.
+                    # This connection was lost, so most likely the idle connections to the same server were lost too.
                     await self._check_idle()
             raise AssertionError("unreachable")
         finally:

@@ -1,13 +1,13 @@
 """A shard's schema: forward-only numbered migrations (migrations/), and the identity of the shard's database. The
 schema and the identity are checked, and made if necessary, on the first connection to a database.
 
-functions/ has the current text of each database function. A migration installs texts from there by lines like "--
-INSTALL functions/NAME.sql DIGEST". The digest is the SHA-256 that the file had when the migration was written. Whoever
-changes the file must write a new migration that installs it (tests/unit/test_database_functions.py). If the file has
-changed since the migration was written, the line does not replace a function that exists already. The later migration
-replaces the function, and makes the changes to tables that the new text needs. If a migration changes the result type
-or the arguments of a function, it has a DROP FUNCTION IF EXISTS before the line. A file must not be deleted while a
-migration names it.
+functions/ has the current text of each database function. Lines of a migration such as the following install these
+texts: "-- INSTALL functions/NAME.sql DIGEST". The digest is the SHA-256 that the file had when the migration was
+written. Whoever changes the file must write a new migration that installs it (tests/unit/test_database_functions.py).
+If the file has changed since the migration was written, the line does not replace a function that exists already. The
+later migration replaces the function, and makes the changes to tables that the new text needs. If a migration changes
+the result type or the arguments of a function, it has a DROP FUNCTION IF EXISTS before the line. A file must not be
+deleted while a migration names it.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ class Migration:
 
     @property
     def breaking(self) -> bool:
-        """True if older releases must not work with this migration. The file of such a migration begins with "--
-        BREAKING"."""
+        """True if older releases must not work with this migration. Then its file begins with "-- BREAKING"."""
         return self.script.startswith(b"-- BREAKING")
 
 

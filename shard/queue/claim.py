@@ -384,11 +384,11 @@ def _unserved(takers: Sequence[_Taker]) -> list[_Taker]:
 
 
 def _next_batch(takers: Sequence[_Taker]) -> tuple[list[_Taker], list[_Taker]]:
-    """Splits takers into those for the next statement and those that wait for a later statement. A taker waits if there
-    are too many sets of queues. It also waits if one of its queues is in a different set of the statement: SKIP LOCKED
-    does not skip rows that the same statement has locked, so the statement would lease such rows twice. A set with
-    limits of jobs in flight gets a statement of its own. That statement may have to wait for other claims of the org,
-    and it counts the leased jobs for one set only."""
+    """Splits takers into takers for the next statement and takers that wait for a later statement. A taker waits if
+    there are too many sets of queues. It also waits if one of its queues is in a different set of the statement: SKIP
+    LOCKED does not skip rows that the same statement has locked, so the statement would lease such rows twice. A set
+    with limits of jobs in flight gets a statement of its own. That statement may have to wait for other claims of the
+    org, and it counts the leased jobs for one set only."""
     batch: list[_Taker] = []
     later: list[_Taker] = []
     owners: dict[tuple[OrgId, QueueName], tuple[QueueName, ...]] = {}

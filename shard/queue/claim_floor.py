@@ -43,7 +43,7 @@ class _Queue:
 
 
 class Floors:
-    """The floors of one router on one shard: those of the queues from which it claims."""
+    """The floors that one router remembers for one shard: the floors of the queues from which it claims."""
 
     def __init__(self) -> None:
         self._queues: dict[QueueId, _Queue] = {}

@@ -320,8 +320,8 @@ class Coalescer(Generic[Call, Result]):
             nonlocal callers
             if result.cancelled():
                 callers -= 1
-                # All callers are gone, so cancel the act. Do not cancel it if `on_abandoned` needs its results, because
-                # the act may have committed already.
+                # All callers have cancelled their calls, so cancel the act. Do not cancel it if `on_abandoned` needs
+                # its results, because the act may have committed already.
                 if not callers and self._on_abandoned is None:
                     task.cancel()
 

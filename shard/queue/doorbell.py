@@ -48,7 +48,7 @@ _ENDED = "!"
 _LEASE_ENDED = QueueId(0)
 # Sent alone: a schedule may be due earlier than before.
 _SCHEDULES = "@"
-# Sent instead of a router's name: workflows follow for which a fold has left work (functions/fold_workflows.sql).
+# Sent instead of a router's name: workflows follow in which work of a fold remains (functions/fold_workflows.sql).
 _FOLD = "fold"
 # Sent alone: kinds were quarantined or released.
 _QUARANTINES = "#"

@@ -30,7 +30,7 @@ from shard.queue.queue_ids import QUEUES_MAX, Name, NewQueuesLocked, QueueIds
 from shard.queue.row_locks import JobRow, KeyRow, RowLocks
 from shard.vocabulary import SPARSE_COLUMNS, JobId, JobState, Known, Micros, NewJobs, OrgId, QueueId, Slot
 
-# How many times a statement is tried again after the reason of its failure was removed. A removed reason does not come
+# How many times a statement is tried, if the reason of each failure can be removed. A removed reason does not come
 # back.
 _TRIES_MAX = 6
 _HOUR_US = 3_600_000_000
@@ -68,7 +68,7 @@ class Enqueuer:
     def refuse_outside_horizon(self, ids: Sequence[str]) -> None:
         """Refuses ids that are far too old, without asking the shard, because a refused call must cost less than a call
         that is served. Does not refuse ids from the future: if the shard's clock was set back, new ids seem to be from
-        the future. The shard refuses such ids. Raises IdsOutsideHorizon."""
+        the future. The shard decides about such ids. Raises IdsOutsideHorizon."""
         since_ns = time.monotonic_ns() - self._shard_time_read_ns
         if since_ns >= _HINT_NS:
             # The remembered time is too old, because somebody may have set the shard's clock since then. The enqueue

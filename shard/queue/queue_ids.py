@@ -142,7 +142,8 @@ class QueueIds:
         raise RowLocked(self._database.name, "something that new queues need")
 
     async def _make_all(self, queues: list[Name]) -> None:
-        # Two transactions, so that the second sees rows that other sessions have committed. Both may be repeated.
+        # Use two transactions, so that the second transaction sees rows that other sessions have committed. Each of the
+        # two statements may be repeated.
         await self._insert_names(queues)
         await self._database.run(placement_statements.INSERT_QUEUES, {**_columns(queues), "relisted": True})
 

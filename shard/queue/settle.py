@@ -173,7 +173,7 @@ class LeaseSettler:
         return [answers[id(call)] for call in calls]
 
     async def _past_locks(self, calls: Sequence[Settlement]) -> _Answers:
-        """Settles all leases except those of jobs that another session keeps locked."""
+        """Settles all leases, except leases of jobs that another session keeps locked."""
         locked = await self._locks.expect(_rows(calls))
         for _ in range(row_locks.TRIES_MAX):
             try:

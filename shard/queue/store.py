@@ -252,8 +252,8 @@ class Store:
         in_flight: InFlightLimits | None = None,
     ) -> ClaimResult:
         """Leases up to `max_jobs` due jobs for `window_us` microseconds. Leases fewer jobs if these fill `bytes_max` or
-        reach the limits of jobs in flight. Raises ShardUnavailable and TooManyWaiting. Also raises RowLocked: if a
-        limit of jobs in flight exists, and other claims hold the lock of the org for too long."""
+        reach the limits of jobs in flight. Raises ShardUnavailable and TooManyWaiting. Also raises RowLocked if a limit
+        of jobs in flight exists and other claims hold the lock of the org for too long."""
         self.clock.check()
         request = ClaimRequest(org, tuple(queues), max_jobs, window_us, worker, bytes_max, in_flight)
         while True:

@@ -294,9 +294,9 @@ class NodeAdder:
                 edges.append(Edge(number, known[parent].number, policy))
         edges.sort()
         ended = {node.number for node in known.values() if node.has_ended}
-        # A row of a node names one parent at a time for which the node waits: of its parents that have not ended, the
-        # parent with the highest number. If all parents have ended, it is the parent with the highest number of all.
-        # The ends of such parents are appended again below, so that the fold finds the node.
+        # The column waits_on of a node has one parent at a time: of the parents that have not ended, the parent with
+        # the highest number. If all parents have ended, it is the parent with the highest number of all. The ends of
+        # such parents are appended again below, so that the fold finds the node.
         waits_on = {edge.node: edge.parent for edge in edges}
         waits_on |= {edge.node: edge.parent for edge in edges if edge.parent not in ended}
         jobs = nodes.jobs.only(new)

@@ -38,7 +38,7 @@ WITH chosen AS (
         -- A job that waits for a signal now waits until its new time. It must expire at that time, because otherwise it
         -- would run then.
         expires_at = CASE WHEN {{awaits_signal(j)}} AND c.due < 'infinity' THEN c.due ELSE j.expires_at END,
-        -- A job that will run later gives up its group slot, so that it does not hold up its group meanwhile.
+        -- A job that will run later gives up its group slot, so that the other jobs of its group need not wait for it.
         group_slot = CASE WHEN NOT (c.moves AND c.due > now()) THEN j.group_slot END,
         -- If the job gets another place, and it has a lease that has expired without being noticed, record the end of
         -- the lease now.

@@ -1,6 +1,6 @@
--- Moves jobs of these queues that have aged to priority 1. A job of priority p has aged if it became visible at least p
--- - 1 times the queue's ageing_seconds ago. Moves at most jobs_max jobs of each priority of a queue. Begins at each
--- lane's floor, as a claim does.
+-- Moves jobs of these queues that have aged to priority 1. A job has aged if it became visible at least p - 1 times the
+-- queue's ageing_seconds ago, where p is its priority. Moves at most jobs_max jobs of each priority of a queue. Begins
+-- at each lane's floor, as a claim does.
 WITH aged AS MATERIALIZED (
     -- MATERIALIZED makes Postgres run this CTE once, so that it locks no more rows than it moves.
     SELECT v.ctid
