@@ -36,8 +36,8 @@ def shard_tag(shard: ShardName) -> int:
 
 def draw_number(*, counted: bool = False) -> int:
     """Returns a number for new leases. The number is random, so that a lease that was lost in a failover never matches
-    a later lease. `counted`: the leases count for a limit of jobs in flight. Their numbers are negative: the index by
-    which leases are counted has only negative numbers."""
+    a later lease. `counted`: the leases count towards a limit of jobs in flight. Their numbers are negative, because
+    the index by which leases are counted has only negative numbers."""
     number = secrets.randbits(63)
     return -1 - number if counted else number
 

@@ -1,4 +1,4 @@
-"""The limits that operators set, and which limit counts for which org and queue. A limit bounds how much an org may
+"""The limits that operators set, and which limit applies to which org and queue. A limit bounds how much an org may
 enqueue in an interval, how many of its jobs may start in an interval, how many of its jobs may be leased at the same
 time, or how large its backlog may be. Pure: no I/O, no clock."""
 
@@ -112,15 +112,15 @@ class LimitTable:
         return LimitTable(limits, version=self.version)
 
     def is_limited(self, org: OrgId) -> bool:
-        """Returns whether any limit counts for the org or for a queue of it."""
+        """Returns whether any limit applies to the org or for a queue of it."""
         return bool(self._every) or org in self._queues
 
     def limits_queues(self, org: OrgId) -> bool:
-        """Returns whether any limit counts for a single queue of the org."""
+        """Returns whether any limit applies to a single queue of the org."""
         return org in self._by_queue or EVERY_ORG in self._by_queue
 
     def of(self, org: OrgId, queue: QueueName = ALL_QUEUES) -> list[Limit]:
-        """Returns the limits that count for the org as a whole, or for one of its queues. There is at most one for each
+        """Returns the limits that apply to the org as a whole, or for one of its queues. There is at most one for each
         measure: the org's own limit or, if the org has none, the default."""
         if queue not in self._every and queue not in self._queues.get(org, ()):
             return []
@@ -132,6 +132,6 @@ class LimitTable:
         return [limit for limit in found if limit is not None]
 
     def all_of(self, org: OrgId) -> list[Limit]:
-        """Returns all limits that count for the org as a whole, and then those for its queues, by name."""
+        """Returns all limits that apply to the org as a whole, and then those for its queues, by name."""
         queues = sorted(self._every | self._queues.get(org, set()))
         return [limit for queue in queues for limit in self.of(org, queue)]

@@ -129,7 +129,7 @@ async def revoke(database: Database, key_id: str) -> ApiKey:
 
 
 async def find(database: Database, ids: Collection[str]) -> FoundKeys:
-    """Returns the keys with these ids, as far as they exist, from one snapshot."""
+    """Returns the keys that exist of those with these ids, from one snapshot."""
     rows = await database.run(statements.FIND_API_KEYS, {"ids": arrays.plain(ids)})
     keys = {row[1]: StoredKey(bytes(row[2]), *row[3:]) for row in rows if row[1] is not None}
     return FoundKeys(rows[0][0], keys)

@@ -66,9 +66,9 @@ async def begin(database: Database, org: OrgId, *, erasure: str) -> bool:
             raise OrgMoves(org, [database.name])
         slots = await connection.run(statements.READ_ORG_SLOT, {"org": org})
         if await connection.run(statements.BEGIN_ERASURE, {"org": org, "id": erasure, "slots": SLOTS}):
-            # If READ_ORG_SLOT found no row, the org was inserted after that statement. It has no queue, because no
-            # queue can be created now. BEGIN_ERASURE erases an org without a queue only if the org has no slot of its
-            # own. So the slot was a hash slot, for which 0 stands here.
+            # If READ_ORG_SLOT found no row, the org was inserted after that statement. That org has no queue, because
+            # no queue can be created now. BEGIN_ERASURE erases an org without a queue only if the org has no slot of
+            # its own. So its slot was a hash slot. The number 0 stands for any hash slot.
             slot = slots[0][0] if slots else 0
             if slot >= SLOTS:
                 # The org has a slot of its own, which the catalog keeps. Insert a new org in that slot, for the next

@@ -83,7 +83,8 @@ def _parse(statement: bytes) -> _Query:
 
 
 class Connection(AsyncConnection[tuple[Any, ...]]):
-    """A psycopg connection with the additional methods `run` and `listen`. Only one caller may use it at a time."""
+    """A psycopg connection with the additional methods `run` and `listen`. Only one caller may use the connection at a
+    time."""
 
     def __init__(self, pgconn: PGconn, *args: Any, **kwargs: Any) -> None:
         super().__init__(pgconn, *args, **kwargs)

@@ -25,8 +25,8 @@ class Cost:
     # out. SHARE and SHARE ROW EXCLUSIVE block writes; ACCESS EXCLUSIVE also blocks reads. The migration holds its locks
     # until it ends.
     locks: Mapping[str, str]
-    # Tables of which the migration reads or rewrites every row. Everything else in a migration takes the same time,
-    # however many rows the tables have.
+    # Tables of which the migration reads or rewrites every row. The time of everything else in a migration does not
+    # depend on the number of rows.
     reads: Sequence[str]
 
 

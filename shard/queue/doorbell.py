@@ -1,6 +1,6 @@
-"""The doorbell: notifies the other routers of a shard, and listens to their notifications. These say that queues may
-have new jobs, that leases have ended, that a router awaits the ends of some jobs, and that awaited jobs have ended.
-Router processes of one supervisor also tell each other directly (router/fleet/siblings).
+"""The doorbell: notifies the other routers of a shard, and listens to their notifications. The notifications say that
+queues may have new jobs, that leases have ended, that a router awaits the ends of some jobs, and that awaited jobs may
+have ended. Router processes of one supervisor also tell each other directly (router/fleet/siblings).
 
 Notifications are hints (invariant I7), and may be lost. If one is lost, waiting consumers get the jobs only at the next
 sweep, or a consumer learns only from the answer to its next extend that its lease has ended. A router that awaits the

@@ -77,7 +77,7 @@ class QuarantineFacts(NamedTuple):
     crashes: int
     # None: crashes caused the quarantine; no operator ordered it.
     reason: str | None
-    # None: a trial is under way, or no trials are made.
+    # None: a trial has not ended yet, or no trials are made.
     next_trial_at: Micros | None
     trial_id: JobId | None
     trial_at: Micros | None

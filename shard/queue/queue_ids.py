@@ -72,7 +72,7 @@ class QueueIds:
         return found
 
     async def names_of(self, queue_ids: Collection[QueueId]) -> dict[QueueId, Name]:
-        """Returns the names of the queues with these ids, as far as they exist."""
+        """Returns the names of the queues with these ids. Leaves out ids without a queue."""
         found = {number: name for number in queue_ids if (name := self._names.get(number)) is not None}
         missing = [number for number in queue_ids if number not in found]
         for at in range(0, len(missing), _BATCH_MAX):

@@ -13,7 +13,7 @@ from shard.queue import statements
 from shard.queue.queue_ids import QueueIds
 from shard.vocabulary import Micros, OrgId, QueueId, QueueName
 
-# This many low bits of a queue's id are the id of its org. The bits above them are the id of its name.
+# How many low bits of a queue's id hold the id of its org. The bits above them hold the id of its name.
 _ORG_BITS = 32
 
 
@@ -43,7 +43,7 @@ class QueueWalk:
         self._names = names
 
     async def name_ids(self, queues: Collection[QueueName]) -> dict[QueueName, int]:
-        """Returns the ids of these queue names, as far as they exist on the shard."""
+        """Returns the ids of these queue names. Leaves out names that the shard does not have."""
         rows = await self._database.run(statements.FIND_NAME_IDS, {"queues": arrays.names(queues)})
         return dict(rows)
 

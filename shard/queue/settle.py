@@ -22,7 +22,7 @@ from shard.queue.row_locks import JobRow, RowLocks
 from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, Outcome, Progress, QueueId
 
 _NO_TEXTS: Mapping[int, str] = {}
-# This many bytes of payloads and results weigh as much as one job. So a statement takes at most 4 MiB of payloads and
+# How many bytes of payloads and results weigh as much as one job. So a statement takes at most 4 MiB of payloads and
 # results, and a single call with more bytes gets a statement of its own. Calls that do not fit wait for the next
 # statement, of which each org gets its share.
 BYTES_PER_WEIGHT = 4 * 1024
@@ -81,8 +81,8 @@ class Settlement(NamedTuple):
     leases: Sequence[Lease]
     # What the verb must know about each lease. There is one entry for each lease, or no entry at all.
     details: Sequence[Any] = ()
-    # The whole logs of the attempts until now, by the lease's position. For leases that are missing here, the log that
-    # was reported before is kept.
+    # The whole logs of the attempts until now, by the lease's position. For leases without an entry, the log that was
+    # reported before is kept.
     logs: Mapping[int, str] = _NO_TEXTS
 
     @classmethod

@@ -271,7 +271,7 @@ class Store:
     async def count_in_flight(
         self, org: OrgId, queue: QueueName, limits: InFlightLimits
     ) -> tuple[int | None, int | None]:
-        """Returns how many jobs of the org, and how many of this queue, are leased and count for these limits. The
+        """Returns how many jobs of the org, and how many of this queue, are leased and count towards these limits. The
         counts stop at the limits. None: there is no such limit. Raises ShardUnavailable, TooManyWaiting."""
 
         async def count() -> tuple[int | None, int | None]:

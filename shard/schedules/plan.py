@@ -25,7 +25,7 @@ from shard.schedule import (
 from shard.schedules import calendar
 from shard.vocabulary import Micros
 
-# A run that is stored this long after it was due counts as catch-up.
+# If a run is stored later than this after it was due, it counts as catch-up.
 LATE_US = 60_000_000
 # How often a router checks whether the job that a buffered run waits for has ended.
 BUFFER_LOOK_US = 1_000_000

@@ -10,6 +10,6 @@ SELECT
     k.last_used, coalesce(k.expires_at <= now(), false) AS expired
 FROM windrow.api_key k
 LEFT JOIN revoked r ON r.id = k.id
--- All routers listen for this.
+-- All routers listen to this channel.
 LEFT JOIN (SELECT pg_notify('windrow_catalog', 'revocation ' || counted.revocations) FROM counted) told ON true
 WHERE k.id = %(id)s

@@ -19,5 +19,5 @@ WITH version AS (
 )
 SELECT stored.changed
 FROM stored
--- All routers listen for this.
+-- All routers listen to this channel.
 CROSS JOIN LATERAL (SELECT pg_notify('windrow_catalog', 'limits ' || stored.changed)) told

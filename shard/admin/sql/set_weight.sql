@@ -18,5 +18,5 @@ WITH version AS (
 )
 SELECT version.weights_changed
 FROM version
--- All routers listen for this.
+-- All routers listen to this channel.
 CROSS JOIN LATERAL (SELECT pg_notify('windrow_catalog', 'weights ' || version.weights_changed)) told

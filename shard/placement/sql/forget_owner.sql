@@ -18,5 +18,5 @@ WITH gone AS (
 )
 SELECT (SELECT count(*) FROM changed) AS slots
 FROM (SELECT 1) one
--- All routers listen for this.
+-- All routers listen to this channel.
 LEFT JOIN (SELECT pg_notify('windrow_catalog', next.epoch::text) FROM next) told ON true

@@ -21,5 +21,5 @@ WITH free AS MATERIALIZED (
     RETURNING org, slot, epoch, shard, label, value
 )
 SELECT pinned.* FROM pinned
--- All routers listen for this.
+-- All routers listen to this channel.
 CROSS JOIN (SELECT pg_notify('windrow_catalog', next.epoch::text) FROM next) told
