@@ -36,7 +36,7 @@ Text that several statements share is written only in this module. Statements in
     {{may_quarantine(q)}}  whether the org of the queue q has fewer than `kinds_max` quarantined kinds (a bound,
                          because routers remember all of them). Concurrent statements may exceed it by a few
     {{is_later(j)}}      whether the row j becomes visible later, by its time or at the end of its lease
-    {{history_with_lost(j)}}  the history of row j, with an entry for its lease if that has expired and no claim noticed it
+    {{history_with_lost(j)}}  the history of row j, with an entry for its lease if no claim has noticed its expiry
     {{seen_history(j)}}  the history of row j, and the log of the attempt that has not ended (JobRecord.history)
     {{org_of(e)}}        the id of the org to which the queue e.queue_id belongs
     {{org_id_of(n)}}     the id of the org that must own row n: `orgs` is a list of names, and n.org_position is a
