@@ -57,14 +57,15 @@ class Passwords:
 
 
 def complete(superuser_dsn: str, *, password: str) -> None:
-    """Creates the role and the database if they are missing: an owner may have been killed before creating them."""
+    """Creates the role and the database if they are missing: the process that made the cluster may have been killed
+    before it created them."""
     with psycopg.connect(superuser_dsn, autocommit=True, connect_timeout=CONNECT_S) as connection:
         if connection.execute("SHOW in_hot_standby").fetchone() == ("on",):
             return
         connection.execute(sql.SQL("SET statement_timeout = {}").format(sql.Literal(_COMPLETE_MS_MAX)))
         role = connection.execute("SELECT FROM pg_roles WHERE rolname = %s", [ROLE]).fetchone()
         if role is None:
-            # Hash the password here, so that no log can contain it.
+            # Hash the password before it is sent, so that no log of the server can contain it.
             verifier = connection.pgconn.encrypt_password(password.encode(), ROLE.encode(), b"scram-sha-256")
             connection.execute(
                 sql.SQL("CREATE ROLE {} LOGIN PASSWORD {}").format(sql.Identifier(ROLE), sql.Literal(verifier.decode()))

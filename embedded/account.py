@@ -1,6 +1,6 @@
 """The account that the server runs as, and how child processes are started.
 
-Creates no accounts, and changes no modes of folders to make them accessible to an account.
+Creates no accounts. Does not change the mode of a folder so that an account can enter it.
 """
 
 import os
@@ -13,8 +13,8 @@ from typing import IO
 
 from embedded.errors import StartFailed
 
-# The only variables that a child gets from our environment. PG* would change the behaviour of the server and
-# of initdb, and root's environment may contain secrets that the account must not read.
+# The only variables that a child gets from our environment. Variables named `PG*` would change the behaviour of the
+# server and of initdb. Root's environment may contain secrets that the account must not read.
 _ENVIRONMENT_KEPT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZDIR")
 _ACCOUNTS = ("postgres", "nobody")
 _RUN_S_MAX = 20.0
@@ -53,7 +53,7 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Starts a child as `account`, in its own session; stdout and stderr both go to `output`.
 
-    Raises OSError or subprocess.SubprocessError if it cannot be executed.
+    Raises OSError or subprocess.SubprocessError if the command cannot be executed.
     """
     environment = {key: os.environ[key] for key in _ENVIRONMENT_KEPT if key in os.environ}
     return subprocess.Popen(
@@ -62,7 +62,7 @@ def spawn(
         stdout=output,
         stderr=output,
         cwd="/",  # The current folder may be inaccessible to the account, or deleted soon.
-        env=environment | {"LC_ALL": "C"},  # C, so that output can be parsed and initdb detects no other locale.
+        env=environment | {"LC_ALL": "C"},  # So that output can be parsed, and initdb detects no other locale.
         # Ctrl-C in the terminal must reach only this process, which then stops the server cleanly.
         start_new_session=True,
         pass_fds=pass_fds,
@@ -84,7 +84,7 @@ def run(command: Sequence[str | Path], *, account: Account | None, timeout_s: fl
         except subprocess.TimeoutExpired:
             return False, f"{command[0]} gave no answer within {timeout_s:g} s"
         finally:
-            # On Ctrl-C, end the child as well, because leaving the with block waits for it.
+            # On Ctrl-C, end the child as well, because the end of the `with` block waits for the child.
             if child.poll() is None:
                 child.kill()
     return child.returncode == 0, output.decode(errors="replace").strip()

@@ -56,9 +56,9 @@ class Binaries:
 def find_binaries(folder: Path | None = None, *, major: int | None = None, copies: Path | None = None) -> Binaries:
     """Returns the first usable PostgreSQL from: `folder`, WINDROW_PG_BIN, the wheel, PATH, Debian's newest.
 
-    If `folder` or the variable is set, only that folder is used: a test against one version must not silently run on
-    another. `major`: accept only that version. If this process is root and the server's account cannot reach the
-    wheel's programs, they are copied once into `copies` (default: "binaries" beside the default root). Raises
+    If `folder` or WINDROW_PG_BIN is set, no other place is tried: a test against one version must not silently run on
+    another version. `major`: accept only that version. If this process is root and the server's account cannot reach
+    the wheel's programs, they are copied once into `copies` (default: "binaries" beside the default root). Raises
     BinariesNotFound.
     """
     account = server_account()

@@ -13,7 +13,8 @@ time. Windows is not supported.
     <folder>/server.lock      locked by initdb, the server and its children: free once all of them have ended
     <folder>/data/            the server's data; all other files are this package's
 
-A server outlives an owner that is killed, and the next start() adopts it. An ephemeral cluster ends with its owner.
+If an owner is killed, its server keeps running, and the next start() adopts that server. An ephemeral cluster ends with
+its owner.
 """
 
 import contextlib
@@ -67,7 +68,7 @@ class Cluster:
     `ephemeral`  makes a new cluster, which is removed by stop() or after the death of this process, even by kill -9.
     `settings`   lines for postgresql.conf that override the defaults; the next start of the server applies them.
     `binaries`   a bin folder; default: see find_binaries(). Existing data needs the version that made it.
-    `standby_of` a running cluster: the first start copies its data, and the standby follows it until promote().
+    `standby_of` a running cluster: the first start copies the data of that cluster and then follows it until promote().
 
     Raises ValueError for an invalid name or setting. Thread-safe.
     """
@@ -166,9 +167,9 @@ class Cluster:
     def start(self, timeout_s: float = 60) -> None:
         """Starts the server, or adopts a server that a killed owner left running, and waits until it answers.
 
-        Does nothing if it already runs for this object. After a crash it first waits until the old server's orphaned
-        children have ended. Raises BinariesNotFound, ClusterInUse, PortTaken or StartFailed; everything that this call
-        has started is then stopped.
+        Does nothing if this object's server already runs. After a crash, start() first waits until the old server's
+        orphaned children have ended. Raises BinariesNotFound, ClusterInUse, PortTaken or StartFailed; everything that
+        this call has started is then stopped.
         """
         deadline = time.monotonic() + timeout_s
         with self._mutex:
@@ -225,7 +226,8 @@ class Cluster:
             self._disown()
 
     def close(self) -> None:
-        """Stops the server, with an immediate stop if necessary. An ephemeral cluster needs no checkpoint."""
+        """Stops the server, with an immediate stop if a fast stop takes too long. For an ephemeral cluster the first
+        stop is immediate, because such a cluster needs no checkpoint."""
         try:
             self.stop("immediate" if self._ephemeral else "fast")
         except StopTimedOut:
@@ -307,7 +309,7 @@ class Cluster:
             if existing is None:
                 self._initialize(binaries, deadline, lock)
             # No process of this cluster lives, so the process id in postmaster.pid is stale. Another program may have
-            # it.
+            # the same id by now.
             (self._data / "postmaster.pid").unlink(missing_ok=True)
             self._log.rotate()
             self._launch_on_a_free_port(binaries, deadline, lock)
@@ -358,7 +360,7 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 raise self._log.failed(f"{name} did not finish in time: give start() a longer timeout_s") from None
             finally:
-                # On Ctrl-C, kill the child as well, because leaving the with block waits for it.
+                # On Ctrl-C, kill the child as well, because the end of the `with` block waits for the child.
                 if child.poll() is None:
                     child.kill()
         if child.returncode != 0:
@@ -366,7 +368,8 @@ class Cluster:
 
     def _launch_on_a_free_port(self, binaries: Binaries, deadline: float, lock: IO[str]) -> None:
         remembered = self._port.read()
-        # A DSN that was handed out must stay valid, except that of an ephemeral cluster, which nobody keeps for long.
+        # A DSN that was handed out must stay valid. Only the DSN of an ephemeral cluster may change, because nobody
+        # keeps it for long.
         fixed = remembered is not None and not self._ephemeral
         port = remembered
         for attempt in range(_LAUNCHES_MAX):
@@ -391,7 +394,7 @@ class Cluster:
             return
 
     def _write_conf(self, binaries: Binaries, port: int) -> None:
-        # Ask the server binary which settings it accepts. There may be no file that says how it was built.
+        # Ask the server binary which settings it accepts. There may be no file that says how the binary was built.
         def accepts(setting: str) -> bool:
             answered, _ = run(
                 [binaries.program("postgres"), "-D", self._data, "-c", setting, "-C", setting.split("=")[0]],

@@ -31,8 +31,8 @@ def lock_for_owner(cluster: str, folder: Path) -> IO[str]:
 def lock_after_orphans(cluster: str, folder: Path, deadline: float, failure: type[EmbeddedError]) -> IO[str]:
     """Waits until all processes of an earlier server have ended. Returns their lock, which the next server inherits.
 
-    Such processes end soon after their postmaster. Every child inherits the lock's descriptor, so a free lock proves
-    that all have ended. Process ids would not prove it, because they are reused.
+    The processes of an earlier server end soon after their postmaster. Every child inherits the lock's descriptor, so a
+    free lock proves that all have ended. Process ids would not prove it, because the system uses ids again.
     """
     path = folder / "server.lock"
     lock = _open(path)

@@ -15,8 +15,8 @@ from embedded.folders import read_json, write_file
 
 HOST = "127.0.0.1"
 
-# These ports are below the range that the system uses for outgoing connections. Such a connection could otherwise take
-# the port of a cluster while the cluster is stopped.
+# These ports are below the range that the system uses for outgoing connections. From that range, an outgoing connection
+# could take the port of a cluster that is stopped.
 _PORTS = range(20_000, 32_000)
 _PORT_TRIES = 100
 
@@ -42,7 +42,7 @@ class RememberedPort:
 
     def pick(self) -> int:
         """Returns a free port. Raises StartFailed."""
-        # The port of a stopped neighbour can be bound, but must stay free for it.
+        # The port of a stopped neighbour cluster can be bound now, but must stay free for that cluster.
         reserved: set[int] = set()
         for path in self._folder.parent.glob("*/cluster.json"):
             # A temporary folder may contain unrelated files, which may be unreadable or have other content.

@@ -46,7 +46,8 @@ def free_shared_memory(data: Path) -> None:
     except (OSError, IndexError, ValueError):
         return  # The server has ended cleanly, or before it had a segment.
     libc = ctypes.CDLL(None)
-    # Free the segment only if the key still leads to it. Otherwise the number may belong to another server by now.
+    # Free the segment only if the key still leads to it. Otherwise another server may have a segment with this id by
+    # now.
     if libc.shmget(key, 0, 0) == segment:
         libc.shmctl(segment, _IPC_RMID, None)
 

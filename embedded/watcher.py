@@ -1,8 +1,8 @@
 """Cleans up after an ephemeral cluster whose owner was killed. Owns one small shell process.
 
 The shell reads from a pipe. When this process ends, in whatever way, the pipe closes; the shell then stops the server
-and removes the folder. Where /proc exists, it signals only a process that has the folder in its command line, because
-the server's process id may have been reused.
+and removes the folder. Where /proc exists, the shell signals only a process that has the folder in its command line,
+because another process may have got the server's process id.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Runs actions that are repeated anyway, such as periodic ones: a failure of such an action is only logged."""
+"""Runs actions that somebody repeats anyway, such as periodic actions. A failure of such an action is only logged."""
 
 from __future__ import annotations
 

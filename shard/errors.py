@@ -87,7 +87,7 @@ class ShardError(Exception):
 
 
 class NoAnswer(ShardError):
-    """The shard does not answer now. A call that asks several shards goes on with the shards that answer."""
+    """The shard does not answer now. A call that asks several shards continues with the shards that answer."""
 
 
 class TooManyWaiting(NoAnswer):
@@ -181,7 +181,7 @@ class IdsOutsideHorizon(BadIds):
 
     def about(self, job_id: str) -> str:
         made_s = int(job_id.replace("-", "")[:12], 16) // 1000
-        # An id has room for times until the year 10889, a datetime only until the year 9999.
+        # An id can hold times until the year 10889. A datetime can hold times only until the year 9999.
         when = (
             f"at {datetime.fromtimestamp(made_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
             if made_s < _YEAR_10000_S
@@ -226,7 +226,7 @@ class TooManyQueues(ShardError):
 
 class TooManyRetentions(ShardError):
     """The shard has no room for one more retention; nothing was changed. The message does not name the retentions that
-    other orgs have set (I4)."""
+    other orgs have set (invariant I4)."""
 
     def __init__(self, shard: ShardName, retention: int, *, present: int) -> None:
         super().__init__(
@@ -237,9 +237,9 @@ class TooManyRetentions(ShardError):
 
 class LimitReached(ShardError):
     """A limit has no room for the jobs of an enqueue; nothing was stored. `asked` and `usage` are in the limit's
-    measure. `retry_after_s`: after this time the limit may have room. None: it never will, because the call asks for
-    more than the limit ever allows at once. `positions`: the jobs for which there is no room, if each job may be stored
-    alone."""
+    measure. `retry_after_s`: after this time the limit may have room. None: the limit never has room for this call,
+    because the call asks for more than the limit ever allows at once. `positions`: the jobs for which there is no room,
+    if each job may be stored alone."""
 
     def __init__(
         self,
@@ -452,7 +452,7 @@ class Misconfigured(ShardError):
 
 class ClocksDiffer(Misconfigured):
     """The clock of a database and the clock of this machine differ so much that one of them is wrong. Therefore nothing
-    was deleted, even if it is old by the database's clock."""
+    was deleted, not even what is old enough by the database's clock."""
 
     def __init__(self, shard: ShardName, *, shows: str, here: str) -> None:
         super().__init__(

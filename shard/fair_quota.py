@@ -6,9 +6,9 @@ from collections.abc import Hashable
 
 
 class FairQuota:
-    """A number of places that several keys (orgs) share. A key may not hold more places than remain free. So one key
-    alone can hold half of the places. If n keys want as many as possible, each of them holds 1/(n + 1) of the places,
-    and the same share remains free for another key. (Dynamic thresholds: Choudhury, Hahne, "Dynamic queue length
+    """A number of places that several keys (orgs) share. A key may not hold more places than are still free. So a key
+    that is alone can hold half of the places. If n keys take as many places as they may, each of them holds 1/(n + 1)
+    of the places, and as many remain free for another key. (Dynamic thresholds: Choudhury, Hahne, "Dynamic queue length
     thresholds for shared-memory packet switches", 1998.)"""
 
     def __init__(self, places_max: int) -> None:

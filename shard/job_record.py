@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from shard.vocabulary import JOB_CONTENT, SPARSE_COLUMNS, Failure, JobId, Micros, NewJobs, OrgId, Outcome, QueueName
 
-# An answer is full with the job that fills this many bytes: a page ends, and a lookup by id returns the later jobs
-# without their large columns. Together with the largest job (payload 1 MiB, result and checkpoint 64 KiB each,
-# attributes 36 KiB, 50 failures of 8 KiB, 5 stacks of 32 KiB, 6 logs of 12 KiB) the answer stays below 4 MiB, the
-# default limit of gRPC clients.
+# An answer is full when its jobs have this many bytes: then a page ends, and a lookup by id returns the later jobs
+# without their large columns. The job that fills the answer may be the largest possible job. Together with that job
+# (payload 1 MiB, result and checkpoint 64 KiB each, attributes 36 KiB, 50 failures of 8 KiB, 5 stacks of 32 KiB, 6 logs
+# of 12 KiB) the answer stays below 4 MiB, the default limit of gRPC clients.
 ANSWER_BYTES_MAX = 2 * 1024 * 1024
 
 # Fields that a restored job does not take from the old job: the old dedup key no longer applies, and the new job gets
@@ -65,33 +65,33 @@ class JobRecord(NamedTuple):
     finished_at: Micros | None
     result: bytes | None
     reason: str | None
-    # The ended attempts that are not in the job's columns, as JSON. If the last entry has nothing but a log, it is the
-    # log of the attempt under way.
+    # The ended attempts that are not in the job's columns, as JSON. If the last entry has nothing but a log, this is
+    # the log of the attempt that has not ended.
     history: str | None
     progress: str | None
     checkpoint: bytes | None
-    # False if the answer was full: then payload, attributes, result, reason, history, progress and
+    # False if the answer was full before this job: then payload, attributes, result, reason, history, progress and
     # checkpoint are missing.
     whole: bool = True
 
     @property
     def may_await_signal(self) -> bool:
-        """Whether this is the released job of a node that waits for a signal, by the same rule as {{awaits_signal}}
-        (shard/postgres/sql_loader.py)."""
+        """Whether this is the released job of a node that waits for a signal. The text {{awaits_signal}} of SQL
+        statements has the same rule (shard/postgres/sql_loader.py)."""
         return self.workflow_node is not None and self.expires_at == self.run_at
 
     @property
     def awaited_signal(self) -> bool:
-        """Whether this ended job belongs to a node that waited for a signal. This is so if a signal ended the job
-        without a lease, or if the job was released to wait for a signal. The record does not show it if the job was
-        cancelled before its release."""
+        """Whether this ended job belongs to a node that waited for a signal. Returns True if a signal ended the job
+        without a lease, or if the job was released to wait for a signal. Returns False if the job was cancelled before
+        its release, because then the record does not show for what it waited."""
         was_signalled = self.state == "succeeded" and self.leased_at is None
         return self.workflow_node is not None and (was_signalled or self.may_await_signal)
 
     def attempts(self) -> list[Attempt]:
         """Returns the ended attempts, oldest first. The latest attempt may not be in the history: an ack adds no entry
         for an attempt that logged nothing, and only the next claim adds an entry for an expired lease. In these two
-        cases, the attempt is made from the job's columns."""
+        cases, this method makes the entry from the job's columns."""
         entries, log = self._history()
         ended = [
             Attempt(
@@ -117,7 +117,7 @@ class JobRecord(NamedTuple):
         return ended
 
     def log(self) -> str:
-        """Returns the log of the attempt under way, as its newest extend reported it."""
+        """Returns the log of the attempt that has not ended, as its newest extend reported it."""
         return self._history()[1] if self.state == "leased" else ""
 
     def _history(self) -> tuple[list[dict[str, Any]], str]:
@@ -140,7 +140,7 @@ class JobRecord(NamedTuple):
 
 def as_new(org: OrgId, records: Sequence[JobRecord], ids: Sequence[JobId]) -> NewJobs:
     """Returns new jobs with these ids and the content of the old jobs. `records`: the old jobs, read with `as_stored`.
-    The new jobs are due at once. They have no dedup keys, traces and expiry times, because those of the old jobs no
+    The new jobs are due at once. They get no dedup keys, traces or expiry times, because those of the old jobs no
     longer apply."""
     jobs = NewJobs(org=org, ids=list(ids), queues=[record.queue for record in records])
     columns = {array: name for name, array in JOB_CONTENT.items() if name not in NOT_REPEATED}

@@ -35,22 +35,22 @@ def shard_tag(shard: ShardName) -> int:
 
 
 def draw_number(*, counted: bool = False) -> int:
-    """Returns a number for new leases. It is random, so that a lease that was lost in a failover never matches a later
-    one. `counted`: the leases count for a limit of jobs in flight. Their numbers are negative: the index by which
-    leases are counted has only negative numbers."""
+    """Returns a number for new leases. The number is random, so that a lease that was lost in a failover never matches
+    a later lease. `counted`: the leases count towards a limit of jobs in flight. Their numbers are negative, because
+    the index by which leases are counted has only negative numbers."""
     number = secrets.randbits(63)
     return -1 - number if counted else number
 
 
 def token_prefix(shard: ShardName, number: int, *, names_org: bool = False) -> bytes:
     """Returns the prefix that the tokens of all jobs of one claim have in common. `number`: the lease's number.
-    `names_org`: the org follows after the job."""
+    `names_org`: in the tokens, the org follows the job."""
     return _PREFIX.pack(ORG_TOKEN_VERSION if names_org else TOKEN_VERSION, shard_tag(shard), number)
 
 
 def token(prefix: bytes, job: JobId, org: OrgId | None = None) -> bytes:
-    """Returns the lease token of one job of a claim. Give `org` if the prefix says that an org follows, and
-    only then."""
+    """Returns the lease token of one job of a claim. Give `org` if, and only if, the prefix says that an org
+    follows."""
     return prefix + bytes.fromhex(to_hex(job)) + (b"" if org is None else org.encode())
 
 

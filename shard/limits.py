@@ -1,4 +1,4 @@
-"""The limits that operators set, and which limit counts for which org and queue. A limit bounds how much an org may
+"""The limits that operators set, and which limit applies to which org and queue. A limit bounds how much an org may
 enqueue in an interval, how many of its jobs may start in an interval, how many of its jobs may be leased at the same
 time, or how large its backlog may be. Pure: no I/O, no clock."""
 
@@ -13,7 +13,7 @@ from shard.vocabulary import OrgId, QueueName
 
 # How many limits a cluster may have, defaults included. Every router process has a copy of all of them.
 LIMITS_MAX = 10_000
-# The org of a default, which counts for each org by itself.
+# The org in the key of a default limit. A default applies to each org separately.
 EVERY_ORG = OrgId("")
 # Stands for all queues of an org together.
 ALL_QUEUES = QueueName("")
@@ -40,8 +40,9 @@ class Measure(enum.StrEnum):
         return self not in _AT_A_TIME
 
 
-# Limits of the measures in these two tuples refuse enqueues: an enqueue takes tokens from the buckets of ENQUEUED, and
-# BACKLOG has no buckets. Limits of the other measures hold jobs back, and refuse no call.
+# Limits of the measures in these two tuples can refuse enqueues. An enqueue takes tokens from the buckets of the
+# measures in ENQUEUED; the measures in BACKLOG have no buckets. Limits of all other measures delay jobs, and refuse no
+# call.
 ENQUEUED = (Measure.JOBS, Measure.BYTES)
 BACKLOG = (Measure.BACKLOG, Measure.BACKLOG_BYTES)
 # The measures that have no interval, each with the words that follow its number in messages.
@@ -65,13 +66,13 @@ class LimitKey(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """A limit. A bucket holds up to `amount` tokens, and an empty bucket is full after `interval_us`. A limit
-    without an interval has no bucket, and its `interval_us` is 0."""
+    """A limit. A bucket holds up to `amount` tokens. An empty bucket is full after `interval_us`. A limit without an
+    interval has no bucket, and its `interval_us` is 0."""
 
     key: LimitKey
     amount: int
     interval_us: int
-    # Later changes of any limit have higher versions.
+    # Each change of any limit gets a higher version than the change before.
     version: int
 
     @property
@@ -111,15 +112,15 @@ class LimitTable:
         return LimitTable(limits, version=self.version)
 
     def is_limited(self, org: OrgId) -> bool:
-        """Returns whether any limit counts for the org or for a queue of it."""
+        """Returns whether any limit applies to the org or for a queue of it."""
         return bool(self._every) or org in self._queues
 
     def limits_queues(self, org: OrgId) -> bool:
-        """Returns whether any limit counts for a single queue of the org."""
+        """Returns whether any limit applies to a single queue of the org."""
         return org in self._by_queue or EVERY_ORG in self._by_queue
 
     def of(self, org: OrgId, queue: QueueName = ALL_QUEUES) -> list[Limit]:
-        """Returns the limits that count for the org as a whole, or for one of its queues. There is at most one for each
+        """Returns the limits that apply to the org as a whole, or for one of its queues. There is at most one for each
         measure: the org's own limit or, if the org has none, the default."""
         if queue not in self._every and queue not in self._queues.get(org, ()):
             return []
@@ -131,6 +132,6 @@ class LimitTable:
         return [limit for limit in found if limit is not None]
 
     def all_of(self, org: OrgId) -> list[Limit]:
-        """Returns all limits that count for the org as a whole, and then those for its queues, by name."""
+        """Returns all limits that apply to the org as a whole, and then those for its queues, by name."""
         queues = sorted(self._every | self._queues.get(org, set()))
         return [limit for queue in queues for limit in self.of(org, queue)]

@@ -1,12 +1,12 @@
 """Every metric of Windrow, declared once: docs/metrics.md is generated from this module, and the alert rules are
 checked against it.
 
-Metrics are recorded per call or per act, never per job. Their labels are method, code, shard, act and the like, which
-have few values. No label names a job or a payload. Only the gauges of the largest queues name orgs and queues. If
+Metrics are recorded per call or per act, never per job. Their labels, such as method, code, shard and act, have few
+values. No label names a job or a payload. Only the gauges of the largest queues name orgs and queues. If
 PROMETHEUS_MULTIPROC_DIR is set when this module is imported, the values are in files of that folder, so that the values
-of several processes can be added up, and the values of a killed process are not lost (router/process/metrics.py).
-Otherwise they stay in the memory of this process, and nothing exports them. Acts are recorded by
-shard/queue/act_metrics.py, and calls by router/gate/calls.py.
+of several processes can be added up, and the values of a killed process are not lost (router/process/metrics.py). If
+PROMETHEUS_MULTIPROC_DIR is not set, the values stay in the memory of this process, and nothing exports them. Acts are
+recorded by shard/queue/act_metrics.py, and calls by router/gate/calls.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The settings of a queue: what operators may set, and the columns of windrow.queue that store it. Pure: no I/O."""
+"""The settings of a queue that operators may change, and the columns of windrow.queue that store them. Pure: no I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class QueueSettings:
     max_attempts: int | None = None
     # How long finished jobs are kept.
     retention_days: int | None = None
-    # How many jobs of one group may be leased at a time.
+    # How many jobs of one group may be leased at the same time.
     group_concurrency: int | None = None
     # A ready job of priority p is moved to priority 1 after (p - 1) times this many seconds.
     ageing_seconds: int | None = None
@@ -30,7 +30,7 @@ class QueueSettings:
         return cls(**dict(zip(SETTING_COLUMNS, values, strict=True)))  # type: ignore[arg-type]
 
     def given(self) -> dict[str, object]:
-        """Returns the settings that are not the default, by name. 0 is a value like any other."""
+        """Returns the settings that are not the default, by name. The number 0 is not a default."""
         return {name: value for name, value in asdict(self).items() if value is not None and value is not False}
 
 

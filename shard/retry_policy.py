@@ -25,7 +25,7 @@ class Exponential:
     initial_us: int = _SECOND_US
     multiplier: float = 2.0
     max_us: int = 3600 * _SECOND_US
-    # The random share of the delay, 0 to 1, so that many jobs that failed together do not come back together.
+    # The random share of the delay, 0 to 1. It spreads the next runs of many jobs that failed at the same time.
     jitter: float = 0.1
 
 
@@ -47,14 +47,14 @@ Fate = RetryAfter | MarkDead
 
 
 def delay_us(policy: Policy, *, attempt: int, luck: float) -> int:
-    """Returns the delay in microseconds before the run after this attempt (counted from 1). `luck`: a random number
-    from 0 to below 1."""
+    """Returns the delay in microseconds between this attempt (counted from 1) and the next run. `luck`: a random number
+    that is at least 0 and less than 1."""
     match policy:
         case Fixed():
             return policy.delay_us
         case Exponential():
-            # The exponent is bounded, to prevent an overflow at attempt 1,000. The delay has usually reached max_us
-            # long before.
+            # The exponent is bounded, to prevent an overflow at attempt 1,000. The delay usually reaches max_us much
+            # earlier.
             grown = policy.initial_us * policy.multiplier ** min(attempt - 1, 150)
             return round(min(grown, policy.max_us) * (1 + policy.jitter * (2 * luck - 1)))
         case _:
@@ -62,8 +62,8 @@ def delay_us(policy: Policy, *, attempt: int, luck: float) -> int:
 
 
 def fate(policy: Policy, *, attempt: int, max_attempts: int | None, luck: float) -> Fate:
-    """Returns whether a job runs again or becomes dead, after its attempt with this number (counted from 1) was
-    nacked. The returned delay is meant for a nack that names no delay."""
+    """Returns whether a job runs again or becomes dead after this attempt (counted from 1) was nacked. The returned
+    delay applies only if the nack names no delay."""
     allowed = max_attempts or MAX_ATTEMPTS_DEFAULT
     if attempt >= allowed:
         return MarkDead(reason=f"out of attempts ({attempt} of {allowed})")

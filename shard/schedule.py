@@ -22,26 +22,26 @@ ScheduleName = NewType("ScheduleName", str)
 SCHEDULES_MAX = 10_000
 # How many runs of a schedule may wait for the end of an earlier run.
 BUFFERED_MAX = 100
-# Upper bound for the instants that one firing stores after an outage.
+# Upper bound for the instants that a schedule stores late in one transaction, after an outage.
 CATCH_UP_MAX = 1000
 # How many instants one backfill may have.
 BACKFILL_MAX = 1000
-# How many runs of a schedule are kept. Runs of backfills are kept in addition, for as long as shards accept ids of
-# their age.
+# How many runs of a schedule are kept. Runs of backfills are kept in addition to these, for as long as shards accept
+# ids of that age.
 RUNS_KEPT = 20
 PREVIEW_MAX = 100
 
 
 class Overlap(enum.Enum):
-    """What happens to a run that is due while the job of the run before is live."""
+    """What happens to a run that is due while the job of the previous run is live."""
 
     # The run is stored.
     ALLOW = "allow"
     # The run is skipped.
     SKIP = "skip"
-    # The run waits until that job has ended. Only one run waits, and further runs are skipped.
+    # The run waits until that job has ended. If a run waits already, the new run is skipped.
     BUFFER_ONE = "buffer_one"
-    # The run waits. Up to BUFFERED_MAX runs wait, and further runs are skipped.
+    # The run waits. If BUFFERED_MAX runs wait already, the new run is skipped.
     BUFFER_ALL = "buffer_all"
     # The live job is cancelled, and the run is stored.
     CANCEL_RUNNING = "cancel_running"
@@ -78,14 +78,14 @@ class SkipReason(enum.Enum):
     OVERLAP = "overlap"
     CATCH_UP = "catch_up"
     PAUSE = "pause"
-    # The shard lost history, and may have stored this run before that.
+    # The shard lost history, and may have stored this run before the loss.
     RECOVERED = "recovered"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """When a schedule fires. Exactly one of `cron`, `interval_us` and `at` is given. No instant is before `start`, and
-    every instant is before `end`. `jitter_us`: by how much a run may be stored later than its instant."""
+    every instant is before `end`. `jitter_us`: the longest time by which a run may be stored later than its instant."""
 
     # Five fields, or six with the seconds first.
     cron: str | None = None
@@ -157,7 +157,7 @@ Template = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRecord:
-    """A schedule as a shard has it."""
+    """A schedule as a shard has stored it."""
 
     id: ScheduleId
     org: OrgId
@@ -173,7 +173,8 @@ class ScheduleRecord:
 
 
 class Run(NamedTuple):
-    """A run of a schedule, or several instants that were skipped together: those from `at` through `through`."""
+    """A run of a schedule, or several instants that were skipped together: all instants from `at` to `through`, both
+    included."""
 
     at: Micros
     cause: RunCause
@@ -185,8 +186,7 @@ class Run(NamedTuple):
 
 
 class ScheduledRun(NamedTuple):
-    """What a job knows of the run that stored it. `previous`: the instant of the run that was stored before this
-    one."""
+    """What a job stores about its run. `previous`: the instant of the run that was stored before this run."""
 
     schedule: ScheduleName
     at: Micros
@@ -199,6 +199,6 @@ class ScheduledRun(NamedTuple):
 
     @classmethod
     def from_json(cls, stored: str) -> ScheduledRun:
-        """Returns the run that a job stores. A newer release may have stored further fields."""
+        """Returns the run that a job stores. Ignores other fields, which a newer release may have stored."""
         told = json.loads(stored)
         return cls(told["schedule"], told["at"], told.get("previous"), RunCause(told["cause"]))

@@ -14,7 +14,7 @@ QueueName = NewType("QueueName", str)
 JobId = NewType("JobId", str)
 ShardName = NewType("ShardName", str)
 Slot = NewType("Slot", int)
-# The number of an (org, queue) in one shard's database. Other shards have other numbers.
+# The number of a queue of an org in one shard's database. On another shard, the same queue has another number.
 QueueId = NewType("QueueId", int)
 # Microseconds since 1970-01-01 UTC, by the clock of a shard's Postgres.
 Micros = NewType("Micros", int)
@@ -25,7 +25,7 @@ CATALOG = ShardName("catalog")
 PRIORITIES = range(1, 10)
 PRIORITY_DEFAULT = 5
 MAX_ATTEMPTS_DEFAULT = 20
-# How many jobs of one group may be leased at a time, if the queue does not set it.
+# How many jobs of one group may be leased at the same time, if the queue has no setting for this.
 GROUP_CONCURRENCY_DEFAULT = 1
 # The retention in days of jobs whose queue and org set none ({{retention_of}} in shard/postgres/sql_loader.py). The
 # database function kept_days repeats it (tests/unit/test_database_functions.py). With a retention of 0 days, finished
@@ -42,7 +42,7 @@ STANDARD_RETENTIONS = (0, 1, 7, 30, 90, 365, 2557)
 class JobState(enum.Enum):
     """The state of a job. proto/windrow/v1/job.proto says which calls move a job out of each state."""
 
-    # It waits for other nodes of its workflow.
+    # The job waits for other nodes of its workflow.
     BLOCKED = "blocked"
     SCHEDULED = "scheduled"
     READY = "ready"
@@ -53,7 +53,7 @@ class JobState(enum.Enum):
 
 
 LIVE = frozenset({JobState.BLOCKED, JobState.SCHEDULED, JobState.READY, JobState.LEASED})
-# Finished jobs stay on the shard where they finished, even if their org moves to another one.
+# Finished jobs remain on the shard where they finished, even if their org moves to another shard.
 FINISHED = frozenset({JobState.SUCCEEDED, JobState.CANCELLED})
 
 
@@ -77,21 +77,22 @@ class Answer(enum.Enum):
     STALE = "stale"
     NOT_FOUND = "not_found"
     CANCELLED = "cancelled"
-    # The job is on its way to another shard: the router asks there, and then here again. Clients never see this answer.
+    # The job is on its way to another shard. The router then asks the other shard, and after that this shard again.
+    # Clients never see this answer.
     DEPARTING = "departing"
 
 
 class Signalled(NamedTuple):
-    """The result of a signal for a job. `is_first`: whether this signal counts. If it does not, and the answer
-    is OK, the job had a signal before."""
+    """The result of a signal for a job. `is_first`: whether this signal counts. If this signal does not count, and the
+    answer is OK, the job had a signal before."""
 
     answer: Answer
     is_first: bool
 
 
 class Known(NamedTuple):
-    """A known job that an enqueue found instead of storing a duplicate. `differs`: it has the id that was sent, but
-    another queue, kind or payload."""
+    """A known job that an enqueue found instead of storing a duplicate. `differs`: the known job has the id that was
+    sent, but another queue, kind or payload."""
 
     state: JobState
     differs: bool
@@ -106,7 +107,7 @@ class Progress(NamedTuple):
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Progress:
-        """Returns the progress that a job has. A newer release may have stored further fields."""
+        """Returns the progress that a job has. Ignores other fields, which a newer release may have stored."""
         return cls(**{name: stored[name] for name in cls._fields if name in stored})
 
     def to_json(self) -> str:
@@ -124,7 +125,8 @@ class Failure(NamedTuple):
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Failure:
-        """Returns the failure that the attempt history has. A newer release may have stored further fields."""
+        """Returns the failure that the attempt history has. Ignores other fields, which a newer release may have
+        stored."""
         return cls(**{name: stored[name] for name in cls._fields if name in stored})
 
     def to_json(self) -> str:
@@ -139,7 +141,8 @@ def _without_empty(stored: Progress | Failure) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class NewJobs:
-    """New jobs of one org as columns, as they are sent to Postgres: no object is made for a single job.
+    """New jobs of one org as columns, in the form in which they are sent to Postgres. There is no object for a single
+    job.
 
     `ids`, `queues`, `kinds` and `payloads` have one entry for each job. The other columns are sparse: they map a job's
     position to its value, because most batches do not use them. Times and durations are in microseconds. `attributes`
@@ -207,19 +210,20 @@ JOB_CONTENT: Mapping[str, str] = {
     # A dedup key that counts while its job is live. A job has this key or a dedup_key, not both.
     "live_key": "live_keys",
     "max_runtime_us": "max_runtimes_us",
-    # At most group_concurrency (a setting of the queue) jobs of one queue and group are leased at a time.
+    # At most group_concurrency (a setting of the queue) jobs of one queue and group are leased at the same time.
     "group_key": "groups",
 }
 # What consumers report while they hold a lease (Extend): columns of the tables of jobs.
 REPORTED = ("progress", "checkpoint")
-# What the schedule that stored a job tells about the run: columns of the tables of jobs (shard/schedule.py).
+# What a job stores about the run of a schedule that stored it: columns of the tables of jobs (shard/schedule.py).
 OF_SCHEDULES = ("scheduled_run",)
 # Which node of a workflow a job is: a column of the tables of jobs (shard/workflow.py).
 OF_WORKFLOWS = ("workflow_node",)
 
 
 class Alteration(NamedTuple):
-    """A change of a waiting job. None: the value stays as it is. At most one of `run_at_us` and `delay_us` is given."""
+    """A change of a job that is blocked, scheduled or ready. None: the value is not changed. At most one of `run_at_us`
+    and `delay_us` is given."""
 
     priority: int | None = None
     run_at_us: int | None = None
@@ -252,13 +256,14 @@ class Claimed(NamedTuple):
     checkpoint: bytes | None = None
     scheduled_run: str | None = None
     workflow_node: str | None = None
-    # The lease before this one, and its consumer, if that lease expired.
+    # The previous lease of the job, and its consumer, if that lease has expired.
     expired_lease: int | None = None
     expired_worker: str | None = None
 
 
 class Lease(NamedTuple):
-    """One consumer's lease of one job: the job, and the number that fences the lease."""
+    """One consumer's lease of one job: the job, and the number of the lease. Another lease of the job has another
+    number."""
 
     # 32 hex digits, without dashes.
     job_hex: str

@@ -21,16 +21,16 @@ NodeName = NewType("NodeName", str)
 
 NODES_MAX = 10_000
 EDGES_MAX = 100_000
-# Upper bounds for the nodes and edges of one addition. An addition is stored under the workflow's lock. Calls that
-# end other jobs of the workflow wait for that lock, and so do calls of other orgs that share a statement with such a
-# call (docs/decisions/0058-folds-in-portions.md).
+# Upper bounds for the nodes and edges of one addition. An addition is stored under the workflow's lock. Calls that end
+# other jobs of the workflow wait for that lock. Calls of other orgs that share a statement with such a call wait too
+# (docs/decisions/0058-folds-in-portions.md).
 ADDED_NODES_MAX = 1_000
 ADDED_EDGES_MAX = 10_000
 CALLBACKS_MAX = 10
-# The most nodes of a chain in which each node waits for the one before it.
+# The most nodes of a chain in which each node waits for the previous node.
 DEPTH_MAX = 1_000
-# For how many days a workflow is known after its end. A start may be repeated with the same id only within the
-# horizon, which is shorter.
+# For how many days a shard keeps a workflow after its end. This time is longer than the horizon, within which a start
+# may be repeated with the same id.
 KEPT_DAYS = 30
 
 
@@ -52,8 +52,8 @@ class NodeState(enum.Enum):
     SKIPPED = "skipped"
 
 
-# Further states that a shard stores. What becomes of the node is decided, but not done yet, because its job is locked
-# or on another shard, or its workflow is paused.
+# Other states that a shard stores. In these states it is decided that the node's job is released or cancelled, but this
+# is not done yet, because the job is locked or on another shard, or the workflow is paused.
 STORED_AS = {"due": NodeState.BLOCKED, "doomed": NodeState.BLOCKED}
 
 
@@ -62,7 +62,7 @@ def node_state(stored: str) -> NodeState:
 
 
 class OnFailed(enum.Enum):
-    """What becomes of a node if a node that it waits for fails or is cancelled."""
+    """What becomes of a node if another node, for which it waits, fails or is cancelled."""
 
     CANCEL = "cancel"
     IGNORE = "ignore"
@@ -78,7 +78,7 @@ class Callback(enum.Enum):
 
 
 class NodeOf(NamedTuple):
-    """What a job knows of its workflow."""
+    """Which node of which workflow a job is, as the job stores it."""
 
     workflow: WorkflowId
     node: int
@@ -101,7 +101,7 @@ class Edge(NamedTuple):
 
 
 class EndedNode(NamedTuple):
-    """A node that a workflow takes over from the workflow that it retries."""
+    """A node that has ended, and which a workflow takes over from the workflow that it retries."""
 
     number: int
     name: NodeName
@@ -127,11 +127,11 @@ class NewWorkflow:
     edges: Sequence[Edge]
     # The callbacks, by the number of their node.
     callbacks: Mapping[int, Callback]
-    # The workflow that this one retries. None: it is no retry.
+    # The workflow that this workflow retries. None: this workflow is not a retry.
     retry_of: WorkflowId | None = None
     ended: Sequence[EndedNode] = ()
-    # For each node that a job has added, by the node's number: the number of that job's node. Nodes that have ended are
-    # included.
+    # For each node that a job of the workflow has added, by the node's number: the number of that job's own node.
+    # Includes nodes that have ended.
     added_by: Mapping[int, int] = field(default_factory=dict[int, int])
     # The numbers of the nodes in `numbers` that wait for signals.
     signals: Set[int] = frozenset()
@@ -139,16 +139,18 @@ class NewWorkflow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewNodes:
-    """Nodes that a job of a workflow adds to it. `names` and `jobs` have an entry for each node. A new node
-    stands after the new nodes that it waits for. The ids of the jobs are made when the numbers of the nodes are known.
+    """Nodes that a job of a workflow adds to it. `names` and `jobs` have an entry for each node. A new node comes after
+    the new nodes for which it waits. The ids of the jobs are made when the numbers of the nodes are known.
     """
 
     workflow: WorkflowId
     names: Sequence[NodeName]
     jobs: NewJobs
-    # The nodes that a new node waits for, by the position of the new node. Some of them may be in the workflow already.
+    # The nodes for which a new node waits, by the position of the new node. Some of them may be in the workflow
+    # already.
     after: Mapping[int, Sequence[tuple[NodeName, OnFailed]]]
-    # What becomes of the job if one of these nodes fails. None: the job does not wait for them.
+    # What becomes of the job that adds the nodes if one of these nodes fails. None: that job does not wait for the
+    # nodes.
     wait: OnFailed | None = None
     # The positions of the nodes that wait for signals.
     signals: Set[int] = frozenset()
@@ -164,7 +166,7 @@ class AddedNodes(NamedTuple):
 
 
 class WorkflowRecord(NamedTuple):
-    """A workflow as a shard has it, in the order of get_workflow.sql's columns."""
+    """A workflow as a shard has stored it, in the order of get_workflow.sql's columns."""
 
     id: WorkflowId
     org: OrgId
@@ -178,7 +180,7 @@ class WorkflowRecord(NamedTuple):
 
 
 class NodeRecord(NamedTuple):
-    """A node as a shard has it, in the order of list_nodes.sql's columns."""
+    """A node as a shard has stored it, in the order of list_nodes.sql's columns."""
 
     number: int
     name: NodeName
@@ -186,15 +188,15 @@ class NodeRecord(NamedTuple):
     state: str
     callback: str | None
     ended_at: Micros | None
-    # The names of the nodes that it waits for, and its policy for each of them.
+    # The names of the nodes for which the node waits, and its policy for each of them.
     after: Sequence[NodeName] | None
     policies: Sequence[str] | None
-    # The earliest time at which its job may run, and the delay of the job after its release.
+    # The earliest time at which the node's job may run, and the delay of the job after its release.
     run_at: Micros | None
     delay_us: int | None
-    # The node whose job added it. None: it was stored with the workflow.
+    # The node whose job added this node. None: this node was stored with the workflow.
     added_by: int | None
-    # Whether it waits, or waited, for a signal.
+    # Whether the node waits, or waited, for a signal.
     is_signal: bool
 
 
@@ -203,7 +205,7 @@ class SignalNode(NamedTuple):
 
     number: int
     job_id: JobId
-    # True: it had its signal, and has ended.
+    # True: the node has got its signal, and has ended.
     has_succeeded: bool
 
 
@@ -221,13 +223,13 @@ class Fault(NamedTuple):
 
     org: str
     workflow: WorkflowId
-    # −1: it concerns the workflow as a whole.
+    # −1: the fault concerns the workflow as a whole.
     node: int
     what: str
 
 
 def job_id_of(workflow: WorkflowId, node: int) -> JobId:
-    """Returns the id of a node's job. The time in it is the time in the workflow's id."""
+    """Returns the id of a node's job. This id has the same time as the workflow's id."""
     digest = int.from_bytes(hashlib.blake2b(f"{workflow}/{node}".encode(), digest_size=10).digest())
     made = UUID(workflow).int >> 80
     number = made << 80 | 0x7 << 76 | (digest >> 62 & 0xFFF) << 64 | 0b10 << 62 | digest & (1 << 62) - 1

@@ -57,7 +57,7 @@ class StoredKey(NamedTuple):
 
 
 class FoundKeys(NamedTuple):
-    """Keys by id, and how many revocations of any keys the catalog had counted at that moment."""
+    """Keys by id, and the number of revocations of any keys that the catalog had counted when the keys were read."""
 
     revocations: int
     keys: Mapping[str, StoredKey]
@@ -96,8 +96,9 @@ async def create(
     expires_in_s: int | None,
     key_id: str | None = None,
 ) -> tuple[ApiKey, str]:
-    """Stores a new key. Returns the key and its text, which nobody can read again later. After ShardUnavailable the key
-    may be stored, but nobody has its text. `key_id` is an id that draw_id returned. None: the key gets a new id."""
+    """Stores a new key. Returns the key and its text, which nobody can read again later. If this raises
+    ShardUnavailable, the key may have been stored, but nobody has its text. `key_id` is an id that draw_id returned.
+    None: the key gets a new id."""
     key_id = key_id or draw_id()
     secret = secrets.token_urlsafe(_SECRET_BYTES)
     rows = await database.run(
@@ -128,7 +129,7 @@ async def revoke(database: Database, key_id: str) -> ApiKey:
 
 
 async def find(database: Database, ids: Collection[str]) -> FoundKeys:
-    """Returns the keys with these ids, as far as they exist, from one snapshot."""
+    """Returns the keys that exist of those with these ids, from one snapshot."""
     rows = await database.run(statements.FIND_API_KEYS, {"ids": arrays.plain(ids)})
     keys = {row[1]: StoredKey(bytes(row[2]), *row[3:]) for row in rows if row[1] is not None}
     return FoundKeys(rows[0][0], keys)

@@ -149,8 +149,8 @@ async def record_reads(catalog: Database, reads: Mapping[Read, int]) -> None:
 async def newest(
     catalog: Database, *, org: str | None, principal: str | None, method: str | None, since: Micros, limit: int
 ) -> list[Entry]:
-    """Returns the newest entries that match, the newest first. `method` matches a part of the name. Raises
-    ShardUnavailable."""
+    """Returns the newest entries that match, the newest first. `method` matches every method whose name contains it.
+    Raises ShardUnavailable."""
     rows = await catalog.run(
         statements.LIST_AUDIT,
         {"org": org, "principal": principal, "method": method, "since_us": since, "rows": limit},

@@ -55,10 +55,10 @@ class Part:
 
 def merged(parts: Sequence[Part]) -> Part:
     """Merges the parts of several shards into one part. The parts must begin at the same id, and must have the ids of
-    their jobs. A job that two shards know, because it moves, counts once."""
+    their jobs. A job that is on two shards, because it moves, is counted once."""
     if len(parts) == 1:
         return parts[0]
-    # The merged part has all jobs only down to the nearest end of the parts.
+    # The merged part has all jobs only down to the highest `until` of the parts.
     until = max((part.until for part in parts if part.until is not None), default=None)
     least = b"" if until is None else UUID(until).bytes
     ids = {

@@ -129,9 +129,9 @@ def merged(
 ) -> tuple[list[Listed], Key | None]:
     """Merges pages of several shards, which all begin at the same place of the list, into one page. Returns the jobs of
     this page and the key up to which it is complete (None: to the end). Pass the shards in the order in which jobs
-    move: if two shards know a job, the later shard is right."""
+    move: if a job is on two of these pages, the later shard is right."""
     ends = [page.until for _, page in pages if page.until is not None]
-    # The merged page is complete only up to the nearest end of its parts.
+    # The merged page is complete only up to the end of the page that ends first.
     end = (max if newest_first else min)(ends, key=_sortable) if ends else None
     by_id: dict[str, Listed] = {}
     for shard, page in pages:

@@ -40,9 +40,9 @@ _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 # scan waits for its turn.
 _SCAN_S_MAX = 20.0
 _SCAN_WAIT_S_MAX = 60.0
-# Upper bounds for a count of work. The first bounds the lanes that it reads; a queue has a lane for each of its up to
-# nine priorities. To find leased jobs, a count also reads jobs that become visible later; the second bounds how many of
-# them it reads in each lane.
+# Upper bounds for a count of work. _WORK_LANES_MAX bounds the lanes that a count reads; a queue has one lane for each
+# of its up to nine priorities. To find leased jobs, a count also reads jobs that become visible later. _WORK_LATER_MAX
+# bounds how many of these it reads in each lane.
 _WORK_LANES_MAX = 100_000
 _WORK_LATER_MAX = 10_000
 # A count that only asks whether there is any work uses this bound instead of _WORK_LATER_MAX.
@@ -76,7 +76,7 @@ class Chunk(NamedTuple):
 
 class LeavingCounts(NamedTuple):
     """Counts of a queue's exported jobs, which are about to leave a shard, in the order of stats.sql's columns. If the
-    other shard has imported their chunk, that shard counts these jobs too."""
+    target shard of the move has imported their chunk, the target shard counts these jobs too."""
 
     blocked: int
     scheduled: int
@@ -130,7 +130,7 @@ class OrgBooks(NamedTuple):
 
     @property
     def balanced(self) -> bool:
-        """Whether the accepted jobs are as many as all other counts together (I5)."""
+        """Whether the number of accepted jobs equals the sum of all other counts (invariant I5)."""
         return self.accepted == self.unfinished + self.succeeded + self.cancelled + self.archived + self.expired
 
 
@@ -139,7 +139,7 @@ class QueueAdmin:
     docstrings name.
 
     Every method that changes jobs or queues raises ClockSetBack while `clock` knows that the shard's clock was set
-    back. Without `clock`, the methods do not check the shard's clock."""
+    back. Without `clock`, no method raises ClockSetBack."""
 
     def __init__(self, database: Database, clock: ShardClock | None = None) -> None:
         self.name: ShardName = database.name
@@ -151,8 +151,8 @@ class QueueAdmin:
         self._scans = single_calls(
             lambda: ShardUnavailable(self.name, "earlier counts and lists take long"), wait_s=_SCAN_WAIT_S_MAX
         )
-        # Calls about queues run one at a time, and the orgs take turns, so that one org's calls do not hold up the
-        # calls of other orgs (I4).
+        # Calls about queues run one at a time, and the orgs take turns, so that one org's calls do not delay the calls
+        # of other orgs (invariant I4).
         self._calls = single_calls(lambda: ShardUnavailable(self.name, "earlier calls about queues take long"))
 
     async def create_queue(
@@ -165,7 +165,8 @@ class QueueAdmin:
     async def _create_queue(self, org: OrgId, queue: QueueName, settings: QueueSettings, epoch: int) -> QueueRecord:
         self._clock.check()
         parameters = {"org": org, "queue": queue, **asdict(settings), "reset": [], "epoch": epoch}
-        # If the org is erased meanwhile, its names are made again, for a new org of that name.
+        # If the org is erased meanwhile, the next try makes the org's name and the queue's name again, for a new org of
+        # that name.
         for _ in range(_CREATE_TRIES_MAX):
             existing = await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue})
             # If this shard does not own the org's slot, refuse the call before it stores the org's name here.
@@ -176,7 +177,7 @@ class QueueAdmin:
                 await partitions.refuse_another(self._database, settings.retention_days)
             if not await self._queue_ids.make_names((org, queue)):
                 raise TooManyQueues(self.name, org, [queue], queues_max=QUEUES_MAX)
-            # One statement stores the queue and its settings. So whoever finds the queue finds its settings too.
+            # One statement stores the queue and its settings. So nobody can find the queue without its settings.
             rows: Sequence[tuple[Any, ...]]
             if settings.retention_days is None:
                 rows = await self._database.run(statements.CREATE_QUEUE, parameters)
@@ -201,8 +202,8 @@ class QueueAdmin:
     ) -> QueueRecord:
         """Changes the settings that are not None, and resets the settings that `reset` names to their defaults. `epoch`
         is the epoch of the placement that names this shard as the org's writer. With `draining`, this shard is the
-        source of a move under way: `epoch` is the epoch of the move, and the change has been made on the target before.
-        Raises UnknownQueue, TooManyRetentions, NotOwned."""
+        source of a move that has not ended: `epoch` is the epoch of the move, and the same change was already made on
+        the target. Raises UnknownQueue, TooManyRetentions, NotOwned."""
         act = partial(self._alter_queue, org, queue, settings, reset, epoch, draining=draining)
         return await self._in_turn(org, act)
 
@@ -275,7 +276,8 @@ class QueueAdmin:
         await self._get_queue(org, queue)
         if not await self._database.run(statements.DELETE_QUEUE, {"org": org, "queue": queue, "epoch": epoch}):
             await self._refuse_unowned(org, epoch)
-            # If the queue is gone by now, another call deleted it, or this statement did and its first answer was lost.
+            # If the queue does not exist by now, it was deleted: by another call, or by the first run of this
+            # statement, whose answer was lost.
             if await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue}):
                 raise QueueNotEmpty(org, queue)
 
@@ -290,8 +292,8 @@ class QueueAdmin:
         return bool(rows[0][0])
 
     async def purge_queue(self, org: OrgId, queue: QueueName, *, limit: int, include_dead: bool) -> int:
-        """Cancels up to `limit` jobs that have no valid lease, and returns how many. Raises UnknownQueue. After
-        ShardUnavailable, some jobs may have been cancelled."""
+        """Cancels up to `limit` jobs that have no valid lease, and returns how many. Raises UnknownQueue. If this
+        raises ShardUnavailable, some jobs may have been cancelled."""
         return await self._in_turn(org, partial(self._purge_queue, org, queue, limit=limit, include_dead=include_dead))
 
     async def _purge_queue(self, org: OrgId, queue: QueueName, *, limit: int, include_dead: bool) -> int:
@@ -320,8 +322,8 @@ class QueueAdmin:
         ahead: int = 0,
     ) -> int:
         """Puts up to `limit` dead jobs back, and returns how many. The jobs become due one after another, `gap_us`
-        apart. The first job becomes due `ahead` gaps from now, after the `ahead` jobs that were put back before. Raises
-        UnknownQueue. After ShardUnavailable, some jobs may have been put back."""
+        apart. The first job becomes due after `ahead` times `gap_us`: earlier calls put back `ahead` jobs, which become
+        due before it. Raises UnknownQueue. If this raises ShardUnavailable, some jobs may have been put back."""
         parameters = {
             "org": org,
             "queue": queue,
@@ -368,7 +370,7 @@ class QueueAdmin:
         """Returns whether a queue of the org (None: of any org) has jobs that are ready or leased. It may miss a leased
         job if 100 or more jobs of the same queue and priority become due before the lease ends."""
         parameters = _work_parameters(org, queue, jobs_max=1, later_max=_ANY_WORK_LATER_MAX)
-        # This takes turns with short calls, so that it never waits for a long count.
+        # This statement takes turns with short calls, and not with scans. So it never waits for a long count.
         rows = await self._in_turn(org or OrgId(""), partial(self._database.run, statements.COUNT_WORK, parameters))
         return any(rows[0])
 
@@ -401,8 +403,8 @@ class QueueAdmin:
         return await self._scan(None, partial(queue_figures.measure, self._database, max_age_us=max_age_us))
 
     async def _in_turn(self, org: OrgId, act: Callable[[], Awaitable[T]]) -> T:
-        """Runs a call about an org's queues when its turn comes. `act` must not call `_in_turn`, because it would then
-        wait for its own end."""
+        """Runs a call about an org's queues when its turn comes. `act` must not call `_in_turn`: the inner call would
+        wait for the end of the outer call, which waits for the inner call."""
         answer: T = await self._calls.submit(SingleCall(org, 1, act))
         return answer
 

@@ -28,8 +28,8 @@ class QueueFigures(NamedTuple):
     ready: int
     leased: int
     dead: int
-    # The age of the oldest job that a claim would get: for how long it had been ready when the jobs were counted. None:
-    # no claim would get a job.
+    # For how long the oldest job that a claim would get had been ready when the jobs were counted. None: no claim would
+    # get a job.
     oldest_ready_s: float | None
 
     def plus(self, other: QueueFigures) -> QueueFigures:
@@ -63,7 +63,7 @@ def share_of(named_max: int) -> int:
 
 def folded(figures: Sequence[QueueFigures], *, named_max: int) -> list[QueueFigures]:
     """Returns the figures of `named_max` queues with their names, and the sums of all other queues. `figures`: the
-    largest queues first. The queues of an org beyond its share are named last."""
+    largest queues first. Queues that exceed their org's share get a name only if names remain."""
     share = share_of(named_max)
     ranks = Counter[OrgId | None]()
     within: list[int] = []

@@ -1,6 +1,6 @@
 """Reads the jobs and the configuration of a shard that lost history, as they were at the point of recovery. Routers
-refuse the database of such a shard. Each function returns one page of what follows the given place, and an empty list
-after the last page.
+refuse the database of such a shard. `behind` is the last entry of the page before, or None. Each function returns the
+next page, which is empty after the last page.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 stray jobs if jobs moved away from it after the point of recovery: the restored database has them again
 (docs/decisions/0028-a-shard-that-lost-history.md).
 
-These are the steps on single databases. balancer/recovery.py decides which job goes where.
+This module has the steps that act on one database. balancer/recovery.py decides which job goes to which shard.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class NotTaken(Exception):
 
 
 async def fence(shard: Database, known: Catalog) -> bool:
-    """Tells a shard which slots have left it, so that it takes no more jobs of them. Slots that the shard knows with a
-    later epoch stay as they are. Returns False if the shard was busy and not everything was done; the caller should try
-    again."""
+    """Tells a shard which slots have left it, so that it takes no more jobs of them. Does not change slots that the
+    shard knows with a later epoch. Returns False if the shard was busy and not everything was done; the caller should
+    try again."""
     pins = {org: slot for org, slot in known.pins.items() if shard.name not in known.slots[slot].reads}
     if pins and not await _adopt(shard, pins):
         return False
@@ -186,8 +186,8 @@ async def bring(home: Database, strays: Sequence[Strays], ids: Sequence[JobId], 
 async def end(
     shard: Database, slot: Slot, org: OrgId, *, brought: Collection[JobId], known: Collection[JobId]
 ) -> tuple[int, int]:
-    """Deletes stray jobs that `set_aside` has hidden and that another shard has: `brought` were moved there, `known`
-    were there already. Returns how many of `brought` and of `known` this call deleted."""
+    """Deletes stray jobs that `set_aside` has hidden and that another shard has. The jobs `brought` were moved to that
+    shard, and the jobs `known` were there before. Returns how many of `brought` and of `known` this call deleted."""
     rows = await shard.run(
         statements.END_STRAYS,
         {"slot": slot, "org": org, "brought": arrays.plain(brought), "known": arrays.plain(known)},

@@ -20,14 +20,15 @@ _HOUR_S = 3600.0
 
 # A snapshot of this age is critical, whatever the caller's threshold is.
 _HELD_S_MAX = _HOUR_S
-# If it is unknown for how long a snapshot has been held, its age in transactions is compared with these numbers.
+# For a snapshot that has been held for an unknown time, the age in transactions is compared with these numbers.
 TRANSACTIONS_NOTICED = 1_000
 _TRANSACTIONS_MAX = 100_000
 _WAL_KEPT_MAX = 10 * _GB
-# Autovacuum vacuums the hot table, windrow.job, at 20,000 dead rows. This is ten times as many.
+# Autovacuum vacuums the hot table, windrow.job, at 20,000 dead rows. The limit is ten times that number.
 _DEAD_ROWS_MAX = 200_000
 _ROWS_NEVER_ANALYZED_MAX = 100_000
-# Limits for unused bytes of the hot table or one of its indexes, and for their share of the whole.
+# Limits for the unused bytes of the hot table or of one of its indexes: a number of bytes, and a share of all its
+# bytes. Both must be reached.
 _UNUSED_NOTICED = 64 * _MB, 0.5
 _UNUSED_WARNED = 1 * _GB, 0.75
 # Postgres refuses writes some three million transactions before 2^31.
@@ -369,8 +370,8 @@ def judge_partitions(missing: Sequence[MissingPartition]) -> Iterator[Finding]:
         return
     # A single missing partition is harmless. After midnight UTC, the partition of the last day ahead is missing until a
     # router makes it, which happens within an hour. Every shard uses the default retention. So if no partition of the
-    # default retention is missing, routers do make partitions, and the missing ones belong to a retention that an
-    # operator has just set.
+    # default retention is missing, routers do make partitions. Then the missing partitions belong to a retention that
+    # an operator has just set.
     is_new = all(partition.retention != RETENTION_DEFAULT for partition in missing)
     names = ", ".join(partition.name for partition in missing)
     yield Finding(

@@ -77,7 +77,7 @@ class Setting(NamedTuple):
 
     @property
     def number(self) -> float:
-        """The value in bytes or seconds if it has a unit."""
+        """The value. If the setting has a unit, the value is in bytes or seconds."""
         return float(self.value) * _UNITS[self.unit]
 
 
@@ -140,7 +140,7 @@ class Holder(NamedTuple):
     waits_for: str | None
     held_s: float | None
     query_s: float | None
-    # How many transactions have begun since its snapshot was taken. None: it holds no snapshot.
+    # How many transactions have begun since the holder took its snapshot. None: the holder has no snapshot.
     transactions: int | None
     wal_bytes: int | None
     query: str | None
@@ -161,7 +161,7 @@ class Checkpoints(NamedTuple):
 class Clock(NamedTuple):
     # How far the clock is behind the latest time that it has shown.
     behind_s: float
-    # How far it is ahead of the clock of the doctor's machine; negative: behind it.
+    # How far the clock is ahead of the clock of the doctor's machine. Negative: how far it is behind.
     ahead_s: float
 
     @classmethod
@@ -198,7 +198,8 @@ class Facts:
 
 
 async def read(name: ShardName, dsn: str) -> Facts:
-    """Reads the facts. Raises ShardUnavailable, also if a session keeps one of Windrow's tables locked for seconds."""
+    """Reads the facts. Raises ShardUnavailable. A session that keeps one of Windrow's tables locked for seconds causes
+    this error too."""
     connect = partial(
         psycopg.AsyncConnection.connect,
         autocommit=True,

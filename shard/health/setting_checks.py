@@ -13,7 +13,7 @@ from shard.health.finding import Finding, Severity, comment, literal, system
 _MB = 1024**2
 _GB = 1024**3
 _MINUTE_S = 60.0
-# Fewer checkpoints than this prove nothing.
+# With fewer requested checkpoints, nothing is reported: so few prove nothing.
 _CHECKPOINTS_MIN = 5
 
 
@@ -171,8 +171,8 @@ def _cost(settings: Mapping[str, Setting], name: str) -> Setting:
 
 def judge_checkpoints(checkpoints: Checkpoints, max_wal_size: Setting, server: Server) -> Iterator[Finding]:
     timed, requested, wal_bytes = checkpoints
-    # Postgres requests a checkpoint when about half of max_wal_size is written. If it was less than a quarter on
-    # average, commands have requested the checkpoints, and max_wal_size is not too small.
+    # Postgres requests a checkpoint when WAL of about half of max_wal_size is written. If checkpoints came after less
+    # than a quarter of max_wal_size on average, commands have requested them, and max_wal_size is not too small.
     if requested < max(_CHECKPOINTS_MIN, timed + 1) or wal_bytes / requested < max_wal_size.number / 4:
         return
     yield Finding(

@@ -1,10 +1,10 @@
-"""Ages finished jobs. A day that is over turns cold as a whole partition. A cold day is dropped as a whole when its
-retention has passed. Everything else that expires is removed in small steps
-(docs/decisions/0024-whole-days-turn-cold.md).
+"""Moves finished jobs out of the hot tables, and later drops them. When a day is over, its partition turns cold as a
+whole. When the retention of a cold day has passed, its partition is dropped as a whole. Everything else that expires is
+removed in small steps (docs/decisions/0024-whole-days-turn-cold.md).
 
-Each step is one transaction and finds by itself what is left to do. So several archivers may run at the same time, and
-a pass may stop at any point. A step waits for a lock only for a bounded time, because enqueues and acks may queue
-behind it.
+Each step is one transaction, and begins by reading what remains to be done. So several archivers may run at the same
+time, and a pass may stop at any point. A step waits for a lock only for a bounded time, because enqueues and acks may
+queue behind it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from shard.postgres.sql_loader import Statement
 from shard.vocabulary import OrgId
 
 # The wait for an exclusive lock must be short, because all statements on the table queue behind the session that waits.
-# The wait for a weaker lock may be longer, because only writers of a past day queue behind it. It must be longer,
-# because an autovacuum gives way only to a session that has waited for deadlock_timeout, which is one second.
+# The wait for a weaker lock may be longer, because only writers of a past day queue behind the session that waits. This
+# wait must also exceed deadlock_timeout, which is one second: an autovacuum gives way only to a session that has waited
+# for that long.
 _EXCLUSIVE_LOCK_WAIT, _WEAKER_LOCK_WAIT = "50ms", "2s"
 _SET_LOCK_WAIT: LiteralString = "SELECT set_config('lock_timeout', %s, true)"
 _TRIES = 10
@@ -66,9 +67,10 @@ class Day(NamedTuple):
     # The day as YYYY-MM-DD, and the day after it.
     first: str
     past: str
-    # Whether a finished day already has a cold partition, because the clock went back.
+    # Whether the day is finished and already has a cold partition as well. This happens if the clock went back.
     cold_already: bool
-    # Whether the CHECK constraint that repeats the partition's bounds is validated. None: there is no such constraint.
+    # Whether the CHECK constraint that repeats the partition's bounds is validated. None: the partition has no such
+    # constraint.
     proved: bool | None
     # Whether an enqueue may still repeat the ids of the day's jobs.
     repeatable: bool
@@ -105,7 +107,7 @@ async def turn_cold(database: Database, day: Day) -> Aged:
     if not day.cold_already:
         await _prepare(database, day)
     async with _transaction(database, day.name) as connection:
-        # Wait for present writers to end, and keep new writers out.
+        # Wait until the transactions that write to the partition now have ended, and keep new writers out.
         await _lock(connection, "SHARE ROW EXCLUSIVE", day.name)
         if not day.cold_already:
             # Attaching the day to this table takes the same lock, which an ANALYZE of the table also takes.
@@ -123,14 +125,14 @@ async def turn_cold(database: Database, day: Day) -> Aged:
 
 
 async def drop(database: Database, day: Day, *, exported: Mapping[OrgId, int] | None = None) -> Aged:
-    """Drops a cold day. Before that, moves the jobs of orgs under legal hold to the partition of held jobs. If an
-    enqueue may still repeat an id, the id stays known (I3). `exported` says how many jobs each org has in the day's
-    export. None: the day is not compared with an export. Raises InUse, NotExported, ShardUnavailable."""
+    """Drops a cold day. Before that, moves the jobs of orgs under legal hold to the partition of held jobs. The day's
+    ids stay known if an enqueue may still repeat them (invariant I3). `exported` says how many jobs each org has in the
+    day's export. None: the day is not compared with an export. Raises InUse, NotExported, ShardUnavailable."""
     for _ in range(_TRIES):
         async with _transaction(database, day.name) as connection:
             if exported is not None:
                 await _compare(connection, day, exported)
-            # Moving the rows may take long, so do it before anybody has to wait.
+            # Moving the rows may take long, so move them before this function takes a lock that others wait for.
             await connection.run(statements.SET_ASIDE_HELD, _parameters(day))
             await connection.run(statements.FORGET_EMPTY_DAYS, {})
         async with _transaction(database, day.name, dropping=True) as connection:
@@ -162,13 +164,13 @@ async def drop_past_ids(database: Database) -> None:
 
 
 async def expire_dedup(database: Database) -> int:
-    """Forgets some dedup keys whose windows are over. Returns how many; 0 means that none are left."""
+    """Forgets some dedup keys whose windows are over. Returns how many; 0 means that there are no more such keys."""
     return await _run_step(database, statements.EXPIRE_DEDUP)
 
 
 async def expire_waiting(database: Database) -> int:
-    """Cancels some jobs that are past their expires_at, have no valid lease, and were reached by no claim. Returns how
-    many."""
+    """Cancels some jobs whose `expires_at` has passed, which have no valid lease, and which no claim has reached.
+    Returns how many."""
     return await _run_step(database, statements.EXPIRE_WAITING)
 
 
@@ -195,13 +197,13 @@ async def _run_step(database: Database, statement: Statement, **parameters: obje
 
 
 async def _prepare(database: Database, day: Day) -> None:
-    """Does the slow steps in advance. Only writers of this past day wait for them. Creates an index by org. Validates
-    the constraint, so that moving the partition need not scan it. Collects statistics, because without them the planner
-    assumes that a cold day is empty."""
+    """Does the slow steps before the day is moved. Only writers of this past day wait for these steps. Creates an index
+    by org. Validates the CHECK constraint, so that Postgres need not scan the partition when it is attached. Collects
+    statistics, because without them the planner assumes that a cold day is empty."""
     async with _transaction(database, day.name) as connection:
         await _lock(connection, "SHARE ROW EXCLUSIVE", day.name)
         if day.proved is None:
-            # The partition was created by a release that added no constraint.
+            # An earlier release created the partition, without the constraint.
             await _exclude(connection, day.name, f"finished_{day.retention}")
             await connection.execute(within(day.name, day.retention, day.first, day.past))
     async with _transaction(database, day.name) as connection:
@@ -237,8 +239,9 @@ async def _enter_books(connection: Connection, day: Day) -> int:
 
 
 async def _reattach(connection: Connection, day: Day) -> None:
-    """Turns the day cold: its partition of the finished jobs becomes one of the cold jobs."""
-    # Send all statements together: enqueues and acks would wait for each further round trip.
+    """Turns the day cold: detaches its partition from the finished jobs, and attaches it to the cold jobs."""
+    # Send all statements together. Otherwise enqueues and acks, which wait for the locks, would also wait for more
+    # round trips.
     await connection.execute(
         sql.SQL(
             "ALTER TABLE {finished} DETACH PARTITION {day}; ALTER TABLE {day} RENAME TO {cold_name}; "
@@ -257,8 +260,8 @@ async def _reattach(connection: Connection, day: Day) -> None:
 
 async def _compare(connection: Connection, day: Day, exported: Mapping[OrgId, int]) -> None:
     """Compares the day with its export. Reads from the books how many jobs the day has. The books change in the same
-    transactions as the rows, so no rows have to be counted while other sessions wait. If an org has fewer jobs than
-    were exported, the drop loses nothing. Raises NotExported."""
+    transactions as the rows, so no rows have to be counted while other sessions wait. It is no error if an org has
+    fewer jobs than were exported, because then the drop loses nothing. Raises NotExported."""
     for org, jobs in await connection.run(statements.READ_ARCHIVED, _parameters(day)):
         if jobs > exported.get(org, 0):
             raise NotExported(f"{day.name} has {jobs:,} job(s) of org {org!r}, and its export {exported.get(org, 0):,}")

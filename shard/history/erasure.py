@@ -1,9 +1,9 @@
 """Erases everything that one shard stores about an org.
 
-First, in one transaction, the org gets a name that no org can have. A process that still knows the org's numeric ids is
-then refused, as with any stale id, and the next job for the old name creates a new org. Then the org's data is deleted
-in small steps. Each step is done completely or not at all, and leaves the books balanced (I5). If a process stops
-early, any other process finds what is left.
+First, in one transaction, the org gets a name that no org can have. A process that still uses the org's numeric ids is
+then refused, like every process that uses stale ids. The next job for the old name creates a new org. Then the org's
+data is deleted in small steps. Each step is done completely or not at all, and leaves the books balanced (invariant
+I5). If a process stops early, another process can find what remains, and continue.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from shard.postgres.pool import Database
 from shard.vocabulary import Micros, OrgId
 
 _ROWS = 2_000
-# More for finished and cold jobs, because no other session waits for their rows.
+# A step may erase more finished and cold jobs, because no other session waits for their rows.
 _HISTORY_ROWS = 50_000
-# How many schedules, and how many workflows, a step erases, each as a whole. A workflow may have 110,000 rows.
+# How many schedules, and how many workflows, one step erases. Each is erased with all of its rows, and a workflow may
+# have 110,000 rows.
 _WHOLES = 10
 _CHECKS = 3
 
@@ -33,7 +34,7 @@ class Erasure(NamedTuple):
 
     id: str
     begun_at: Micros
-    # None: it has not ended.
+    # None: the erasure has not ended.
     ended_at: Micros | None
     live: int
     dead: int
@@ -54,20 +55,20 @@ class Unfinished:
 
 async def begin(database: Database, org: OrgId, *, erasure: str) -> bool:
     """Renames the org on this shard, which begins its erasure. Returns False if the shard does not have the org.
-    `erasure` is a UUID. Raises OrgMoves, LegallyHeld, ShardUnavailable. Raises ShardUnavailable also if an enqueue
-    under way does not end in time; then nothing was done."""
+    `erasure` is a UUID. Raises OrgMoves, LegallyHeld, ShardUnavailable. Raises ShardUnavailable also if an enqueue that
+    has begun does not end in time. In this case, nothing was done."""
     async with database.transaction() as connection:
-        # With the slots locked, no enqueue that found the org is under way, and no job is being exported.
+        # While the slots are locked, no enqueue that has read the org's ids is running, and no job is being exported.
         await connection.execute(placement_statements.LOCK_SLOTS, prepare=False)
-        # With the queues locked, no queue is being created under the org's old name.
+        # While the queues are locked, no queue can be created under the org's old name.
         await connection.execute(placement_statements.LOCK_QUEUES, prepare=False)
         if await connection.run(statements.FIND_EXPORTED_ORG, {"org": org}):
             raise OrgMoves(org, [database.name])
         slots = await connection.run(statements.READ_ORG_SLOT, {"org": org})
         if await connection.run(statements.BEGIN_ERASURE, {"org": org, "id": erasure, "slots": SLOTS}):
-            # If READ_ORG_SLOT found no row, the org was inserted after that statement. It has no queue, because no
-            # queue can be created now. BEGIN_ERASURE erases an org without a queue only if the org has no slot of its
-            # own. So the slot was a hash slot, for which 0 stands here.
+            # If READ_ORG_SLOT found no row, the org was inserted after that statement. That org has no queue, because
+            # no queue can be created now. BEGIN_ERASURE erases an org without a queue only if the org has no slot of
+            # its own. So its slot was a hash slot. The number 0 stands for any hash slot.
             slot = slots[0][0] if slots else 0
             if slot >= SLOTS:
                 # The org has a slot of its own, which the catalog keeps. Insert a new org in that slot, for the next
@@ -88,11 +89,11 @@ async def unfinished(database: Database) -> list[Unfinished]:
 
 
 async def go_on(database: Database, erasure: Unfinished) -> bool:
-    """Erases some more of the org's data. Returns False if nothing was left and the erasure has ended. Raises
-    Misconfigured if the org's books do not balance, because unbalanced books do not show whether anything is left."""
+    """Erases some more of the org's data. Returns False if all of it is erased and the erasure has ended. Raises
+    Misconfigured if the org's books do not balance, because such books do not show whether all data is erased."""
     at: dict[str, object] = {"org_id": erasure.org_id}
-    # Statements that were under way when the org was renamed may still add rows, but no such statement can begin any
-    # more. So check more than once.
+    # Statements that were running when the org was renamed may still add rows. No statement that begins later adds
+    # rows. So it is enough to look a few times.
     for _ in range(_CHECKS):
         if await _erase_some(database, at):
             return True

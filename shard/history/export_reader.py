@@ -1,9 +1,10 @@
 """Reads a cold day from beginning to end, for the export: org by org in the order of their names, and by job id within
 an org.
 
-It reads pages, each with a statement of its own. A single cursor would hold its snapshot for the whole time, and vacuum
-could not remove dead rows of the hot tables meanwhile. Rows of a cold day do not change; if rows appear or disappear
-nevertheless, the counts of jobs show it. Reading takes no lock that an enqueue or an ack waits for.
+This module reads pages, each with a statement of its own. A single cursor would hold its snapshot for the whole time,
+and vacuum could not remove dead rows of the hot tables meanwhile. Rows of a cold day normally do not change. If rows
+appear or disappear nevertheless, the numbers of jobs show it. Reading takes no lock that an enqueue or an ack waits
+for.
 """
 
 from __future__ import annotations
@@ -126,13 +127,13 @@ async def count(database: Database, day: Day) -> list[OrgDay]:
     """Returns the orgs that have jobs of this day, in the order of their names, without orgs that are being erased.
     Reads the whole day."""
     rows = await slow_steps.run(database, _for_day(_COUNT, day), {})
-    # Sort in Python, which orders texts by code points. That is the order of their UTF-8 bytes, whatever the collation
-    # of the database is.
+    # Sort in Python, which orders texts by code points, and so by their UTF-8 bytes. The collation of the database may
+    # have another order.
     return sorted(OrgDay(OrgId(org), org_id, jobs) for org, org_id, jobs in rows)
 
 
 async def ends(database: Database, day: Day) -> tuple[JobId | None, JobId | None]:
-    """Returns the least and the greatest id of the day, or None for both if it is empty."""
+    """Returns the least and the greatest id of the day, or None for both if the day is empty."""
     rows = await database.run(_for_day(_ENDS, day), {})
     first, last = rows[0]
     return first, last
@@ -140,8 +141,9 @@ async def ends(database: Database, day: Day) -> tuple[JobId | None, JobId | None
 
 async def pages(database: Database, day: Day, orgs: Sequence[OrgDay]) -> AsyncGenerator[Columns]:
     """Yields the day's jobs of these orgs as columns, in the given order of the orgs. Reads pages until it has yielded
-    at least as many jobs as `count` found, or until there are no more. If jobs have appeared or disappeared since the
-    count, it yields more or fewer jobs than that, so the caller must compare the numbers. Raises ShardUnavailable.
+    at least as many jobs as `count` found, or until there are no more jobs. If jobs have appeared or disappeared since
+    the count, the number of yielded jobs differs from the count. So the caller must compare the two numbers. Raises
+    ShardUnavailable.
 
     While the caller works on a page, the next page is already being read. Close the generator if you do not exhaust
     it."""
@@ -163,7 +165,7 @@ async def pages(database: Database, day: Day, orgs: Sequence[OrgDay]) -> AsyncGe
                 remaining -= len(rows)
                 if remaining > 0:
                     reading = read(turn=rows[-1][-1], after=rows[-1][_ID])
-                # Turn the rows into columns, and leave out `turn`. To make an object for each job would cost as much as
+                # Turn the rows into columns, and leave out `turn`. Making an object for each job would cost as much as
                 # all other work together.
                 columns = list(zip(*rows, strict=True))[:-1]
                 del rows

@@ -1,9 +1,9 @@
-"""Policies of orgs about their history. A policy says for how long finished jobs are kept if their queue does not say
-it, and whether the org is under legal hold.
+"""Policies of orgs about their history. A policy says for how long finished jobs are kept if their queue has no
+retention, and whether the org is under legal hold.
 
 The catalog is the authority. Every shard has a copy, with one version number, because an org's history may be on
-several shards. Copies are made when a policy changes, by each pass of the archiver, and before a shard gets slots. An
-older copy never overwrites a newer one.
+several shards. The policies are copied to a shard when a policy changes, in each pass of the archiver, and before the
+shard gets slots. An older version never overwrites a newer version.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Policy(NamedTuple):
     """One org's policy, in the order of read_policy.sql's columns."""
 
     org: OrgId
-    # For how many days finished jobs are kept if their queue does not say it. None: 30 days.
+    # For how many days finished jobs are kept if their queue has no retention. None: 30 days.
     retention: int | None = None
     # The time since which the org is under legal hold, and the reason. None: the org is not under legal hold.
     held_since: Micros | None = None
@@ -58,8 +58,8 @@ async def has_queues(database: Database, org: OrgId) -> bool:
 
 
 async def set_retention(catalog: Database, org: OrgId, *, days: int | None) -> Policy:
-    """Sets the org's retention. It counts for jobs that finish from now on, unless their queue has a retention of its
-    own. None sets the default. Returns the new policy."""
+    """Sets the org's retention, which applies to jobs that finish from now on and whose queue has no retention of its
+    own. `days`: None sets the default. Returns the new policy."""
     async with _change(catalog) as connection:
         return await _write(connection, (await _read_one(connection, org))._replace(retention=days))
 
@@ -146,8 +146,8 @@ async def _restore_from_shard(catalog: Database, shard: Database, version: int) 
         for policy in applied:
             reason = policy.held_for and (known.get(policy.org, policy).held_for or policy.held_for)
             await _write(connection, policy._replace(held_for=reason))
-        # Set the version of this shard, and no higher version. Another shard may have newer policies, and they are
-        # copied only if their version is higher than the catalog's.
+        # Set the version of this shard, and no higher version. Another shard may have newer policies, which are copied
+        # to the catalog only if their version is higher than the catalog's.
         await connection.run(statements.SET_POLICIES_VERSION, {"version": version})
         _log.warning(
             "the catalog's org policies were older than those of shard %r, as after a restore: copied the policies of "
@@ -158,8 +158,8 @@ async def _restore_from_shard(catalog: Database, shard: Database, version: int) 
 
 
 async def lock_holds(connection: Connection) -> None:
-    """Waits for changes of legal holds to end. Until the transaction ends, no org is put under legal hold on this
-    shard, and no org is released from it."""
+    """Waits for changes of legal holds to end. Until the transaction ends, no legal hold begins or ends on this
+    shard."""
     await connection.execute(statements.LOCK_SHARED, {"lock": _HOLDS_LOCK})
 
 

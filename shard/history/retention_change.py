@@ -1,5 +1,5 @@
-"""Changes the retention of jobs that have already finished. They get the present retention of their queue instead of
-the retention that counted when they finished.
+"""Changes the retention of jobs that have already finished. They get the present retention of their queue, instead of
+the retention that applied when they finished.
 
 Jobs move from the partition of one retention to the partition of another retention, one day per transaction. Enqueues,
 acks and claims do not wait.
@@ -22,8 +22,7 @@ from shard.vocabulary import OrgId, QueueName
 
 
 async def read(database: Database, org: OrgId) -> dict[QueueName, int]:
-    """Returns the retention of each queue of the org, in days. It counts for jobs that finish on this shard from now
-    on."""
+    """Returns for each queue of the org the retention, in days, of jobs that finish on this shard from now on."""
     return dict(await database.run(statements.READ_KEPT, {"org": org}))
 
 
@@ -37,7 +36,8 @@ async def apply(database: Database, org: OrgId, retentions: Mapping[QueueName, i
     await partitions.make_retentions(database, retentions.values())
     for kind, statement in (("finished", statements.KEEP_FINISHED), ("cold", statements.KEEP_COLD)):
         for retention, day in await database.run(statements.FIND_KEPT_OTHERWISE, {**parameters, "kind": kind}):
-            # A transaction of its own, because all sessions that make partitions wait for this lock.
+            # Make the partitions in a transaction of their own, because all other sessions that make partitions wait
+            # for this lock.
             async with database.transaction() as connection:
                 await connection.execute(postgres_statements.LOCK_EXCLUSIVE, {"lock": partitions.LOCK})
                 for days in sorted({*retentions.values()} - {retention}):

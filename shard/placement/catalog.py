@@ -1,10 +1,10 @@
-"""The catalog says which shards write and read each slot, and so where an org lives (`Catalog.placement`). The catalog
-is the only authority; routers hold copies of it.
+"""The catalog says for each slot on which shards its jobs are written and read, and so where an org lives
+(`Catalog.placement`). The catalog is the only authority; routers hold copies of it.
 
 Every shard's schema has the catalog's tables, but only one database uses them. This module places the slots of a new
 cluster, tells each shard which slots it owns, and makes the catalog's changes during a move
-(docs/decisions/0017-moving-slots.md). Each of these changes compares the epoch first, so it has no effect when it comes
-late or a second time. The steps of a move that run on shards are in shard/placement/move_steps.py.
+(docs/decisions/0017-moving-slots.md). Each change during a move compares the epoch first, so it has no effect if it
+runs too late or a second time. The steps of a move that run on shards are in shard/placement/move_steps.py.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Catalog:
         return self.slots[self.slot(org)]
 
     def holdings(self) -> dict[ShardName, Holding]:
-        """Returns what each shard holds. Shards that hold nothing are left out."""
+        """Returns what each shard holds. Leaves out shards that hold nothing."""
         hashed, pinned = self.slots[:SLOTS], self.slots[SLOTS:]
         slots = Counter(shard for placement in hashed for shard in placement.writes)
         leaving = Counter(shard for placement in hashed for shard in placement.reads if shard not in placement.writes)
@@ -87,7 +87,7 @@ class Catalog:
 
 
 class Look(NamedTuple):
-    """What one look at the catalog's database shows, from one snapshot."""
+    """What one statement reads from the catalog's database, from one snapshot."""
 
     catalog: Catalog
     # For each shard the mark that was confirmed last (shard/placement/marks.py).
@@ -128,8 +128,8 @@ async def found(database: Database, *, cluster: str, weights: Mapping[ShardName,
     """Creates the cluster's catalog if there is none, and places the slots by weight. Returns the catalog. Raises
     Misconfigured if the database holds another cluster's catalog, or if the catalog places slots on a shard that is not
     among `weights`."""
-    # Look without a lock first: nearly always there is a catalog, and then routers that start at the same moment need
-    # not wait for each other's locks.
+    # Look without a lock first. Nearly always there is a catalog. Then routers that start at the same moment need not
+    # wait for each other's locks.
     if not await is_founded(database, cluster=cluster):
         await _found(database, cluster, weights)
     catalog = await read(database)
@@ -244,9 +244,9 @@ async def is_founded(database: Database, *, cluster: str) -> bool:
 
 
 async def grant_slots(database: Database, catalog: Catalog) -> int:
-    """Tells a shard which slots it owns. Slots that are moving are left out: only shard/placement/move_steps.py changes
-    their owner. A slot that the shard knows with a later epoch stays as it is. Returns how many slots were new to the
-    shard."""
+    """Tells a shard which slots it owns. Leaves out slots that are moving, because only shard/placement/move_steps.py
+    changes their owner. Does not change a slot that the shard knows with a later epoch. Returns how many slots were new
+    to the shard."""
     slots = [slot for slot in catalog.slots_written_by(database.name) if catalog.slots[slot].at_rest]
     rows = await database.run(
         statements.GRANT_SLOTS,
@@ -266,8 +266,8 @@ async def newest_epoch(database: Database) -> int:
 
 
 async def moves(database: Database) -> list[Move]:
-    """Returns all moves that have begun and not ended. Moves that are not switched come first, because perhaps no shard
-    takes new jobs of their slots."""
+    """Returns all moves that have begun and not ended. Moves that are not switched come first, because it may be that
+    no shard takes new jobs of their slots."""
     return [
         Move(epoch=epoch, source=source, target=target, switched=switched, slots=tuple(slots))
         for epoch, source, target, switched, slots in await database.run(statements.READ_MOVES, {})
@@ -275,9 +275,9 @@ async def moves(database: Database) -> list[Move]:
 
 
 async def begin_move(database: Database, known: Catalog, slots: Iterable[Slot], *, target: ShardName) -> Move | None:
-    """Begins to move slots that, as far as the caller knows, are at rest on one shard. Slots whose placement has
-    changed since `known` was read are left out. Returns None if no slot remains. Until the next step of the move, the
-    shards take enqueues and give jobs to claims as before; only the catalog and its copies change."""
+    """Begins to move slots. By the copy `known`, all of these slots must be on one shard and must not be moving. Leaves
+    out slots whose placement has changed since `known` was read. Returns None if no slot remains. Until the next step
+    of the move, the shards take enqueues and give jobs to claims as before; only the catalog and its copies change."""
     planned = sorted(slots)
     (source,) = {known.slots[slot].reads for slot in planned}
     rows = await database.run(
@@ -302,15 +302,15 @@ async def switch_writer(database: Database, move: Move) -> None:
 
 
 async def finish_move(database: Database, move: Move, slots: Iterable[Slot]) -> int:
-    """Ends the move of these slots: from now on, only the target is read. Call it when no job of these slots is left on
-    the source. Returns for how many slots the move had not ended before."""
+    """Ends the move of these slots: from now on, only the target is read. Call it when the source has no more jobs of
+    these slots. Returns for how many slots this call ended the move."""
     return len(await database.run(statements.FINISH_MOVE, _parameters(move, slots)))
 
 
 async def forget_owner(database: Database, shard: ShardName, *, force: bool) -> int:
     """Makes routers stop asking a shard that holds no slots. Until now they have asked it, as a former owner, for job
-    ids, dedup keys and finished jobs. Returns the number of slots for which they have asked it. Without `force`,
-    changes nothing and returns 0 while the shard may still know dedup keys that count. Raises InDoubt."""
+    ids, dedup keys and finished jobs. Returns the number of slots for which they have asked it. Without `force`, if the
+    shard may still know dedup keys that count, changes nothing and returns 0. Raises InDoubt."""
     rows = await database.run(statements.FORGET_OWNER, {"shard": shard, "left_us": 0 if force else KEYS_KNOWN_US})
     return int(rows[0][0])
 

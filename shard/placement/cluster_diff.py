@@ -6,7 +6,8 @@ from shard.placement.cluster_file import Cluster, ClusterFileError, ShardEntry
 
 
 def refuse_change(before: Cluster, after: Cluster) -> None:
-    """Raises ClusterFileError for changes that a running process cannot apply, whichever slots the shards hold."""
+    """Raises ClusterFileError for changes that a running process can never apply. Whether a change is refused does not
+    depend on which slots the shards hold."""
     if after.name != before.name:
         raise ClusterFileError(
             f"{after.source}: [cluster] name is {after.name!r}, and routers run that know it as {before.name!r}: "

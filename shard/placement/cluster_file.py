@@ -66,16 +66,16 @@ class ClusterFileError(ValueError):
 
 
 class ShardState(enum.Enum):
-    """What a shard should do, as its operator set it. In every state except `off` it can be read."""
+    """What a shard should do, as its operator set it. In every state except `off`, calls may read from the shard."""
 
     # Per state: takes_enqueues, gives_jobs (claims), takes_changes (settles leases, changes queues).
     ACTIVE = "active", True, True, True
-    # Its share of the slots is 0, so the balancer moves them away.
+    # The shard's share of the slots is 0, so the balancer moves its slots away.
     DRAINING = "draining", True, True, True
     ENQUEUE_ONLY = "enqueue_only", True, False, True
     DEQUEUE_ONLY = "dequeue_only", False, True, True
     READ_ONLY = "read_only", False, False, False
-    # Nothing connects to it.
+    # No process connects to the shard.
     OFF = "off", False, False, False
 
     takes_enqueues: bool
@@ -139,7 +139,7 @@ def read_cluster(path: Path) -> Cluster:
 def read_text(path: Path) -> str:
     """Returns the text of a cluster file. Raises ClusterFileError."""
     try:
-        # Decode bytes instead of reading text: line endings must stay as they are, or the digest would differ.
+        # Decode bytes instead of reading text, because reading text changes line endings. Then the digest would differ.
         return path.read_bytes().decode()
     except OSError as error:
         raise ClusterFileError(f"{path}: {error.strerror}; name another with --config or WINDROW_CONFIG") from error
@@ -191,7 +191,7 @@ def parse_cluster(text: str, *, source: str, environ: Mapping[str, str] = os.env
 
 
 def known_keys(table: Mapping[str, Any], known: set[str], *, where: str) -> None:
-    """Raises ClusterFileError for unknown keys: they are probably typing errors, and ignoring them would hide that."""
+    """Raises ClusterFileError for unknown keys, because such keys are probably typing errors."""
     faults = Faults()
     for key in table:
         if key not in known:
@@ -362,7 +362,7 @@ def _dsn(table: Mapping[str, Any], where: str, environ: Mapping[str, str]) -> st
         # An unescaped @ would put the end of the password into the host name, which connection errors show.
         raise ClusterFileError(f"{where}: {key} has a host with an @ in it: in a URI, an @ of the password is %40")
     if is_uri and "user" not in parts and "@" in str(parts.get("dbname", "")):
-        # An unescaped / ends the host, so libpq takes the role for the host, and the password for the port.
+        # An unescaped / ends the host. Then libpq reads the role as the host, and the password as the port.
         raise ClusterFileError(
             f"{where}: {key} has no role, and a database with an @ in it: in a URI, a / of the password is %2F"
         )

@@ -17,8 +17,8 @@ _DEFAULT = "prefer"
 def may_be_plain_text(dsn: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
     """Returns the sslmode of a parsed DSN if it allows plain text on the way to another machine, and None otherwise."""
     mode = str(dsn.get("sslmode") or "")
-    # libpq prefers the DSN to a service file, and a service file to the environment. The service file is not read here,
-    # so the mode may stay unknown.
+    # For libpq, the DSN comes before a service file, and a service file before the environment. This module does not
+    # read service files, so the mode may remain unknown.
     if not mode and not _service(dsn, environ):
         mode = environ.get("PGSSLMODE") or _DEFAULT
     if mode in _ENCRYPTED or not _leaves_this_machine(dsn, environ):

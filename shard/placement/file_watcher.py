@@ -30,7 +30,7 @@ class WatchedFiles:
         self._hurry = asyncio.Event()
 
     def look(self) -> None:
-        """Remembers the files as they are. A write that comes after this call counts as a change."""
+        """Remembers the present state of the files. A write after this call counts as a change."""
         self._stats = self._stat_all()
 
     def hurry(self) -> None:
@@ -69,14 +69,14 @@ class WatchedFile(WatchedFiles):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        # The digest of the text that was read last, whether or not it could be used. Empty: the file could not be read.
+        # The digest of the text that was read last, even if this text was refused. Empty: the file could not be read.
         self.digest = ""
         self._path = path
 
     def read(self) -> Cluster:
         """Returns the cluster that the file describes now. Raises ClusterFileError."""
         while True:
-            # Look before reading, so that a write between the two counts as a change.
+            # Call `look` before reading, so that a write between these two steps counts as a change.
             self.look()
             self.digest = ""
             text = read_text(self._path)
@@ -90,8 +90,8 @@ class WatchedFile(WatchedFiles):
 
 
 async def next_usable(file: WatchedFile, before: Cluster, *, judge: Callable[[Cluster], object]) -> Cluster:
-    """Returns the next usable cluster file that differs from `before`. A file that cannot be parsed, or for which
-    `judge` or refuse_change raises ClusterFileError, is logged once as refused, and `before` stays in use."""
+    """Returns the next usable cluster file that differs from `before`. A file is refused if it cannot be parsed, or if
+    `judge` or `refuse_change` raises ClusterFileError. Then the refusal is logged once, and `before` stays in use."""
     refused: str | None = None
     while True:
         await file.changed(within_s=None if refused is None else _RETRY_S)

@@ -24,10 +24,10 @@ class Identity(NamedTuple):
 class Record(NamedTuple):
     """What the catalog knows about a shard, in the order of read_shard.sql's columns."""
 
-    # The id of the shard's database. None: it has not been recorded.
+    # The id of the shard's database. None: the catalog has recorded no database for the shard.
     id: str | None = None
-    # The number of slots that the shard holds, and the number of slots that have left it and about which routers may
-    # still ask it.
+    # The number of slots that the shard holds, and the number of slots that have left the shard but about which routers
+    # may still ask it.
     slots: int = 0
     slots_left: int = 0
     # The mark that the catalog confirmed last. None: there is none yet.
@@ -36,7 +36,7 @@ class Record(NamedTuple):
 
     @property
     def needed(self) -> bool:
-        """Whether the shard needs its own database: with another database in its place, slots would be lost."""
+        """Whether the shard needs this very database. With another database in its place, slots would be lost."""
         return bool(self.slots or self.slots_left)
 
     @property
@@ -74,7 +74,7 @@ async def examine(database: Database, catalog: Database | None, *, cluster: str)
         return True
     if found is not None and found[:2] == ours:
         # The catalog records a database's id before the shard gets slots. So a database that is not recorded and has no
-        # slots is free.
+        # slots may become the shard's database.
         free = not (await database.run(statements.COUNT_OWNED_SLOTS, {}))[0][0]
         if not free and catalog is None:
             raise Misconfigured(

@@ -16,8 +16,8 @@ from shard.postgres import statements as postgres_statements
 from shard.postgres.pool import NO_SCHEMA, Database, Mark
 from shard.vocabulary import Micros, ShardName
 
-# Each router that may write to a shard tries to mark it this often. A loss of less than twice this time may go
-# unnoticed.
+# Each router that may write to a shard tries to write a mark there at this interval. If a shard loses the history of
+# less than twice this time, the loss may remain unnoticed.
 MARK_S = 5.0
 _TRIES_MAX = 10
 

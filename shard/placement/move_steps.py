@@ -2,9 +2,9 @@
 shards; each step takes many slots together. The steps that run on the catalog are in shard/placement/catalog.py.
 balancer/move.py decides which step comes next.
 
-Each step compares epochs and chunk numbers before it writes. So a step that comes late, comes twice, or is taken by two
-processes at the same time changes nothing. Every step may raise ShardUnavailable; the step may then have been taken or
-not.
+Each step compares epochs and chunk numbers before it writes. So a step has its effect only once, and changes nothing if
+it runs late, runs twice, or runs in two processes at the same time. Every step may raise ShardUnavailable; then the
+caller does not know whether the step was done.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class QueueOfSlot(NamedTuple):
 
 
 class BucketOfSlot(NamedTuple):
-    """The tokens that an org has left under one of its limits (shard/queue/token_buckets.py), in the order of
+    """The tokens that remain for an org under one of its limits (shard/queue/token_buckets.py), in the order of
     read_buckets.sql's columns."""
 
     org: OrgId
@@ -64,7 +64,7 @@ class BucketOfSlot(NamedTuple):
 
 
 class SchedulesOfSlot(NamedTuple):
-    """Some of an org's rows of windrow.schedule or of windrow.schedule_run, as Postgres writes them."""
+    """Some of an org's rows of windrow.schedule or of windrow.schedule_run, in the text format of Postgres."""
 
     slot: Slot
     org: OrgId
@@ -79,7 +79,7 @@ class Schedules(NamedTuple):
 
 
 class QuarantinesOfSlot(NamedTuple):
-    """The quarantined kinds of a queue, as Postgres writes their rows."""
+    """The quarantined kinds of a queue, as rows in the text format of Postgres."""
 
     slot: Slot
     org: OrgId
@@ -88,7 +88,7 @@ class QuarantinesOfSlot(NamedTuple):
 
 
 class WorkflowOfSlot(NamedTuple):
-    """A workflow with its nodes and edges, as Postgres writes their rows."""
+    """A workflow with its nodes and edges, as rows in the text format of Postgres."""
 
     slot: Slot
     org: OrgId
@@ -99,8 +99,8 @@ class WorkflowOfSlot(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """An end of a node that was appended on the source and not folded there, in the order of read_arrivals.sql's
-    columns."""
+    """The end of a node that was appended as an arrival on the source and was not folded there, in the order of
+    read_arrivals.sql's columns."""
 
     number: int
     org: OrgId
@@ -119,7 +119,7 @@ class Remaining(NamedTuple):
     dead: int
     # Exported jobs that are not deleted yet.
     departing: int
-    # How many ends of nodes the target was not told of yet.
+    # How many ends of nodes were not yet copied to the target.
     arrivals: int
 
 
@@ -130,12 +130,12 @@ class ExportedJobs(NamedTuple):
     chunk: int
     org: OrgId
     queue: QueueName
-    # Rows of windrow.departing, as Postgres writes them.
+    # Rows of windrow.departing, in the text format of Postgres.
     jobs: str
 
 
 async def read_slots(database: Database, slots: Sequence[Slot]) -> dict[Slot, SlotState]:
-    """Returns what the shard knows about these slots. Slots that it does not know are left out."""
+    """Returns what the shard knows about these slots. Leaves out slots that the shard does not know."""
     rows = await database.run(statements.READ_SLOTS, {"slots": arrays.numbers(slots)})
     return {row[0]: SlotState._make(row) for row in rows}
 
@@ -167,8 +167,8 @@ async def read_schedules(database: Database, slots: Sequence[Slot]) -> Schedules
 
 
 async def delete_schedules(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
-    """Deletes the schedules of these slots on the source. Call it when routers read the schedules on the target. No
-    router has fired them on the source since it closed the slots."""
+    """Deletes the schedules of these slots on the source. Call this after the target has opened the slots, when routers
+    read the schedules there. Since the source closed the slots, no router has fired these schedules on the source."""
     parameters = {"slots": arrays.numbers(slots), "state": "draining", "epoch": epoch}
     await database.run(statements.DELETE_SCHEDULES, parameters)
 
@@ -181,8 +181,8 @@ async def read_quarantines(database: Database, slots: Sequence[Slot]) -> list[Qu
 
 
 async def delete_quarantines(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
-    """Deletes the quarantined kinds of these slots on the source. Call it after the last job of the slots has left the
-    source."""
+    """Deletes the quarantined kinds of these slots on the source. Call this after the last job of the slots has left
+    the source."""
     parameters = {"slots": arrays.numbers(slots), "state": "draining", "epoch": epoch}
     await database.run(statements.DELETE_QUARANTINES, parameters)
 
@@ -194,16 +194,16 @@ async def read_workflows(database: Database, slots: Sequence[Slot]) -> list[Work
 
 
 async def delete_workflows(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
-    """Deletes the workflows of these slots on the source. Call it when routers read the workflows on the target.
-    After the source has closed the slots, ends of nodes may still be appended on it. They stay there until
-    `carry_arrivals` carries them to the target."""
+    """Deletes the workflows of these slots on the source. Call this when routers read the workflows on the target.
+    After the source has closed the slots, ends of nodes may still be appended there, and remain there until
+    `carry_arrivals` copies them to the target."""
     parameters = {"slots": arrays.numbers(slots), "state": "draining", "epoch": epoch}
     await database.run(statements.DELETE_WORKFLOWS, parameters)
 
 
 async def carry_arrivals(source: Database, target: Database, slots: Sequence[Slot], *, epoch: int) -> int:
-    """Tells the target of the ends of nodes that were appended on the source. If the target is told of an end twice,
-    the end counts only once. Returns the number of ends."""
+    """Copies the ends of nodes that were appended on the source to the target, and folds the workflows there. If an end
+    is copied twice, it counts only once. Returns the number of ends."""
     rows = await source.run(statements.READ_ARRIVALS, {"slots": arrays.numbers(slots), "epoch": epoch})
     arrivals = list(map(Arrival._make, rows))
     for batch in _batches(arrivals):
@@ -227,8 +227,8 @@ async def carry_arrivals(source: Database, target: Database, slots: Sequence[Slo
 
 
 async def make_queues(database: Database, queues: Sequence[QueueOfSlot]) -> None:
-    """Creates the queues that do not exist on this shard, with the default configuration. Existing queues, even deleted
-    queues, stay as they are, so this may be called at any time."""
+    """Creates the queues that do not exist on this shard, with the default configuration. Does not change existing
+    queues, not even deleted queues, so this may be called at any time."""
     for batch in _batches(queues):
         orgs = {row.org: row.slot for row in batch}
         named = [row for row in batch if row.queue is not None]
@@ -245,8 +245,8 @@ async def make_queues(database: Database, queues: Sequence[QueueOfSlot]) -> None
 
 async def close_slots(database: Database, slots: Sequence[Slot], *, epoch: int) -> bool:
     """Stops the source from taking jobs of these slots. Afterwards, not even an enqueue that had already begun can
-    store jobs there. Returns False if an enqueue under way did not end in time; then nothing was done, and the caller
-    may try again. Other enqueues wait for at most 0.1 s, plus the time of the update."""
+    store jobs there. Returns False if an enqueue that had begun did not end in time; then nothing was done, and the
+    caller may try again. New enqueues wait for at most 0.1 s, plus the time of the update."""
     try:
         async with database.transaction() as connection:
             await connection.execute(statements.LOCK_SLOTS, prepare=False)
@@ -273,7 +273,7 @@ async def open_slots(
     configuration of the queues, and the buckets, schedules, workflows and quarantines."""
     await make_queues(database, queues)
     async with database.transaction() as connection:
-        # This comes first because it locks the slots: a second caller then finds nothing to do.
+        # OPEN_SLOTS runs first because it locks the slots: a second caller then finds nothing to do.
         rows = await connection.run(statements.OPEN_SLOTS, {"slots": arrays.numbers(slots), "epoch": epoch})
         opened = {slot for (slot,) in rows}
         of_opened = {row.org for row in queues if row.slot in opened}
@@ -358,17 +358,17 @@ async def count_remaining(database: Database, slots: Sequence[Slot]) -> list[Rem
 
 
 async def end_arrival(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
-    """Lets the target give group slots to jobs of these slots. Run it when no job of these slots is left on the source,
-    and before the catalog ends the move: after the end, nobody would repeat a step that failed."""
+    """Lets the target give group slots to jobs of these slots. Call this when the source has no more jobs of these
+    slots, and before the catalog ends the move: after that end, nobody would repeat this step if it failed."""
     await database.run(statements.END_ARRIVAL, {"slots": arrays.numbers(slots), "epoch": epoch})
 
 
 async def export_chunk(
     database: Database, chunks: Mapping[Slot, int], *, epoch: int, rows_max: int, bytes_max: int
 ) -> dict[Slot, int]:
-    """Exports jobs of these slots for the target: moves them to the table windrow.departing. `chunks` gives each slot
-    the number of its next chunk. Goes through the slots in ascending order until `rows_max` jobs are found or
-    `bytes_max` bytes are filled. Returns how many jobs of each slot were exported."""
+    """Exports jobs of these slots for the target: moves them to the table windrow.departing. `chunks` has, for each
+    slot, the number of its next chunk. Takes jobs of the slots in ascending order of the slots, until it has `rows_max`
+    jobs or `bytes_max` bytes. Returns how many jobs of each slot were exported."""
     slots = sorted(chunks)
     rows = await database.run(
         statements.EXPORT_CHUNK,
@@ -418,8 +418,8 @@ async def import_chunk(database: Database, exported: Sequence[ExportedJobs], *, 
 
 
 async def notify_imported(database: Database, exported: Sequence[ExportedJobs]) -> None:
-    """Notifies the routers whose consumers wait for jobs of these queues. They then claim again, from the oldest job
-    on. This is a hint (I7)."""
+    """Notifies the routers whose consumers wait for jobs of these queues. These routers then claim again, from the
+    oldest job on. The notification is only a hint (invariant I7)."""
     queues = {(part.org, part.queue): None for part in exported}
     await database.run(
         statements.NOTIFY_IMPORTED,

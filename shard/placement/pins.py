@@ -1,9 +1,9 @@
 """Pinned orgs. Each pinned org has a slot of its own (docs/decisions/0017-moving-slots.md). The catalog says on which
 shard the org should live, or which label its shard should have.
 
-Pinning is one transaction in the catalog. The shard that holds the org records the org's own slot afterwards (`adopt`).
-This may be late, but must be done before the org's own slot or its hash slot leaves that shard. So `adopt` runs before
-the shard closes one of these slots. The balancer moves the org's own slot to its target shard.
+Pinning is one transaction in the catalog. Afterwards, the shard that holds the org records the org's own slot
+(`adopt`). `adopt` may run late, but must run before the org's own slot or its hash slot leaves that shard. So `adopt`
+runs before the shard closes one of these slots. The balancer moves the org's own slot to its target shard.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PinTarget: TypeAlias = OnShard | WithLabel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """An org with a slot of its own. It keeps that slot for ever, even when it is unpinned."""
+    """An org with a slot of its own. The org keeps that slot for ever, even when it is unpinned."""
 
     org: OrgId
     slot: Slot
@@ -62,18 +62,18 @@ class Pin:
 
 
 async def pin(database: Database, org: OrgId, target: PinTarget) -> Pin:
-    """Sets where the org should live, and gives it a slot of its own if it has none. `database` is the catalog's
+    """Sets where the org should live, and gives the org a slot of its own if it has none. `database` is the catalog's
     database. A second call with the same target changes nothing. If two calls run at the same time, the later call
-    wins. Raises TooManyPins, and SlotMoves while the org's hash slot moves; then nothing has changed. After
-    ShardUnavailable, call this function again.
+    wins. Raises TooManyPins. Raises SlotMoves while the org's hash slot moves. After either error, nothing has changed.
+    After ShardUnavailable, call this function again.
     """
     async with catalog.exclusive(database) as connection:
         parameters = {"org": org, **_columns(target)}
         rows = await connection.run(statements.SET_PIN_TARGET, parameters)
         if not rows:
             slot = slot_of(org)
-            # Lock the hash slot's placement in a statement of its own, so that INSERT_PIN copies it as it is after the
-            # latest move.
+            # Lock the hash slot's placement in a statement of its own, so that INSERT_PIN copies the placement that the
+            # latest move has left.
             ((reads,),) = await connection.run(statements.LOCK_PLACEMENT, {"slot": slot})
             if len(reads) > 1:
                 raise SlotMoves(org, slot, reads)
@@ -104,9 +104,9 @@ async def read_on(database: Database, shard: ShardName) -> list[Pin]:
 
 
 async def adopt(shard: Database, pins: Sequence[Pin]) -> bool:
-    """Makes the shard record these orgs' own slots. `pins` are pinned orgs whose jobs the shard takes, as read from the
-    catalog at any time after they were pinned. Returns False if queues were being created or changed; then nothing was
-    done, and the caller may try again. A late or second call changes nothing. Raises ShardUnavailable."""
+    """Makes the shard record these orgs' own slots. `pins` are pinned orgs whose jobs the shard takes, read from the
+    catalog after they were pinned. Returns False if queues were being created or changed; then nothing was done, and
+    the caller may try again. A late or second call changes nothing. Raises ShardUnavailable."""
     rows = await shard.run(
         statements.FIND_UNADOPTED,
         {

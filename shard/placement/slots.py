@@ -31,7 +31,8 @@ def slot_of(org: OrgId) -> Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormerOwner:
-    """A shard that a slot has left. It may still know ids and dedup keys of the slot's jobs, and hold finished jobs."""
+    """A shard that a slot has left. The shard may still know ids and dedup keys of the slot's jobs, and have finished
+    jobs."""
 
     shard: ShardName
     left_at: Micros
@@ -39,8 +40,7 @@ class FormerOwner:
     def may_know(self, made_at_ms: int, *, keyed: bool) -> bool:
         """Returns whether this shard may have stored the first copy of a job whose id was made at `made_at_ms`. `keyed`
         says whether the job has a dedup key. A shard accepts no id that was made more than one hour ahead of its clock,
-        and no dedup window over 30 days. The limits here are 2 hours and 31 days, to make room for differences between
-        clocks."""
+        and no dedup window over 30 days. This method uses 2 hours and 31 days instead, because clocks differ."""
         return made_at_ms * 1000 <= (self.keys_known_until if keyed else self.ids_known_until)
 
     @property
@@ -54,10 +54,10 @@ class FormerOwner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The shards of one slot. While the slot is at rest on A, which means that it does not move, `writes` and `reads`
-    are both (A,). During a move from A to B, `writes` is first (A,) and then (B,), and `reads` is (A, B), in the order
-    in which jobs travel. `epoch` is the epoch of the latest move. Before the first move, it is FIRST_EPOCH, or the
-    epoch of the pin that created the slot."""
+    """The shards of one slot. While the slot is on shard A and does not move (is at rest), `writes` and `reads` are
+    both (A,). During a move from A to B, `writes` is first (A,) and then (B,), and `reads` is (A, B): jobs move from
+    the first to the last shard. `epoch` is the epoch of the latest move. Before the first move, it is FIRST_EPOCH, or
+    the epoch of the pin that created the slot."""
 
     writes: tuple[ShardName, ...]
     reads: tuple[ShardName, ...]
@@ -104,8 +104,8 @@ def plan(owners: Sequence[ShardName | None], weights: Mapping[ShardName, float])
         if keeps and owner is not None:
             room[owner] -= 1
         planned.append(owner if keeps else None)
-    # Distribute free slots evenly: of the n slots that a shard gets, the k-th is sorted by (k + ½) / n. So every range
-    # of slots has a mix of shards.
+    # Distribute free slots evenly. The k-th of the n slots that a shard gets has the sort key (k + ½) / n. So every
+    # range of slots has a mix of shards.
     turns = sorted(((k + 0.5) / n, shard) for shard, n in room.items() for k in range(n))
     takers = iter(shard for _, shard in turns)
     return [owner if owner is not None else next(takers) for owner in planned]

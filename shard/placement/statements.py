@@ -40,7 +40,7 @@ SET_PIN_TARGET = _load("set_pin_target")
 
 MAKE_MARK = _load("make_mark")
 FIND_MARK_BEFORE = _load("find_mark_before")
-# A mark shows that other statements have written something, so it does not count as a write itself.
+# Marks are made because other statements have written something. So MAKE_MARK itself must not count as a write.
 MAKE_MARK.writes = False
 CONFIRM_MARK = _load("confirm_mark")
 READ_MARK = _load("read_mark")

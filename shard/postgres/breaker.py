@@ -1,5 +1,5 @@
-"""A circuit breaker for one shard. It notices that the shard's server is silent, and asks the server until it answers
-again. It knows no pool and no statements.
+"""A circuit breaker for one shard. The breaker notices that the shard's server is silent, and then asks the server
+until it answers again. The breaker knows nothing about pools and statements.
 
     closed ──doubt──▶ closed, asking ──silence──▶ open ──a probe is answered──▶ closed
                            └──any answer──▶ closed
@@ -25,17 +25,17 @@ _log = logging.getLogger(__name__)
 OVERDUE_S = 0.4
 # The breaker opens if a server in doubt answers nothing at all for this long.
 _SILENCE_S = 0.8
-# Each opening after a silence doubles that time, up to _SILENCE_S_MAX. After the breaker has stayed closed for _CALM_S,
-# the time is _SILENCE_S again. A server that is silent again and again is busy and not away, and each opening costs it
-# all its connections.
+# Each time that the breaker opens after a silence, it doubles this time, up to _SILENCE_S_MAX. After the breaker has
+# stayed closed for _CALM_S, the time is _SILENCE_S again. The reason: a server that is silent again and again is busy
+# but works, and each opening closes all connections to this server.
 _SILENCE_S_MAX = 6.4
 _CALM_S = 60.0
 # The pause between two questions to a server that answers, but whose statements are still slow.
 _AGAIN_S = 1.0
 # After this time without an answer, another probe is sent in addition to the first probe, which may have been lost.
-# While the server stays silent, the pause doubles, up to _PROBE_PAUSE_S_MAX. A server that is too busy to accept
-# connections handles all of them later, even those that were given up. So probes in quick succession would keep it
-# busy.
+# While the server stays silent, the pause doubles, up to _PROBE_PAUSE_S_MAX. The reason: a server that is too busy to
+# accept connections handles all of them later, even connections whose client has given up. So frequent probes would
+# keep the server busy.
 _PROBE_PAUSE_S = 0.8
 _PROBE_PAUSE_S_MAX = 3.2
 _PROBES_MAX = 4
@@ -47,7 +47,7 @@ _SILENT = "it does not answer"
 
 
 class Breaker:
-    """`ask` sends the server a small statement and returns when the server has answered. It raises an error if the
+    """`ask` sends the server a small statement and returns when the server has answered, or raises an error if the
     connection is refused. `opened` is called each time that the breaker opens. With a `patience` of 2, a server may be
     silent for twice as long before the breaker opens."""
 
@@ -56,8 +56,8 @@ class Breaker:
     ) -> None:
         # Why the breaker is open. None: it is closed.
         self.trouble: str | None = None
-        # How many statements the server has answered. The owner of the breaker counts them here. While the breaker
-        # doubts the server, one more answer ends the doubt.
+        # How many statements the server has answered. The owner of the breaker counts them here. If this number rises
+        # while the breaker doubts the server, the doubt ends.
         self.answers = 0
         self._shard = shard
         self._ask = ask
@@ -107,7 +107,8 @@ class Breaker:
         answers = self.answers
         question = asyncio.create_task(self._ask_in_time())
         try:
-            # Two waits: if this process was suspended, the first wait may end before an answer could be read.
+            # Wait twice, because after this process was suspended the first wait may end before an answer could be
+            # read.
             for _ in range(2):
                 await asyncio.wait({question}, timeout=self._silence_s / 2)
             # A refused connection counts as an answer; the code that makes new connections handles the refusal.
@@ -121,7 +122,7 @@ class Breaker:
         probes: set[asyncio.Task[str | None]] = set()
         pause_s = _PROBE_PAUSE_S
         try:
-            # Pause first: the server has just refused a connection, or has not answered for long.
+            # Pause first, because the server has just refused a connection, or has not answered for a long time.
             await asyncio.sleep(_REFUSED_PAUSE_S / 2)
             while True:
                 if len(probes) < _PROBES_MAX:
@@ -145,7 +146,7 @@ class Breaker:
         _log.info("%s is available again", what(self._shard))
 
     async def _ask_in_time(self) -> str | None:
-        """Asks the server. Returns the reason if it did not answer, and None if it did."""
+        """Asks the server. Returns None if the server answered, and otherwise the reason why it did not."""
         try:
             async with asyncio.timeout(_PROBE_S_MAX):
                 await self._ask()
@@ -157,8 +158,9 @@ class Breaker:
 
 
 async def _heard(probes: set[asyncio.Task[str | None]], *, within_s: float) -> set[str | None]:
-    """Waits until the server answers or refuses a probe. The returned set has None if the server answered, and the
-    reason if it refused. The set is empty if the server stays silent. Removes from `probes` those that have ended."""
+    """Waits until the server answers or refuses a probe. The returned set contains None if the server answered, and the
+    reason if the server refused. The set is empty if the server stays silent. Removes the probes that have ended from
+    `probes`."""
     loop = asyncio.get_running_loop()
     end_s = loop.time() + within_s
     while probes and loop.time() < end_s:

@@ -1,14 +1,14 @@
 """Notices when a shard's clock was set back, by comparing it with the latest time that it has shown before.
 
 Finished jobs are looked up by the time at which they finished. If the clock is set back, a finished job may not be
-found, and would run again if it is enqueued again. Two rules prevent that. First, a job never finishes before the
+found. Then it would run again if it is enqueued again. Two rules prevent that. First, a job never finishes before the
 latest recorded time (the statements use the later of that time and now()). Second, a shard whose clock is more than a
 minute behind that time takes no calls until the clock has caught up, or an operator confirms that the clock is right
 (`accept`). These rules compare the clock with no other clock.
 
-If the shard's clock was set forward, everything that is kept for a limited time seems old. So before a process deletes
-for ever what is old by this clock, it compares this clock with the clock of its own machine (`check_difference`). The
-machine's clock can only prevent the deletion: it never decides what is old.
+If the shard's clock was set forward, everything that is kept for a limited time seems old. So before a process
+permanently deletes what is old by this clock, the process compares this clock with the clock of its own machine
+(`check_difference`). The machine's clock can only prevent the deletion: it never decides what is old.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from shard.vocabulary import Micros
 
 _log = logging.getLogger(__name__)
 
-# A clock that is set back by less does no harm: lookups begin two hours before a job was made.
+# If a clock is set back by less than this, no harm is done: lookups begin two hours before a job was made.
 BEHIND_S_MAX = 60.0
-# By how much the clocks of a shard and of another machine may differ. Clocks that are synchronised differ by far less,
-# and retentions are days.
+# By how much the clocks of a shard and of another machine may differ. Synchronised clocks differ by far less, and
+# retentions are much longer.
 DIFFERENCE_S_MAX = 3600.0
 
 
@@ -66,15 +66,15 @@ class ShardClock:
 
 
 async def accept(database: Database) -> tuple[Micros, Micros]:
-    """Confirms that the shard's clock is right, whatever it has shown before. Returns its present time, and the latest
-    time that was recorded before. Raises InDoubt, ShardUnavailable."""
+    """Records that the shard's clock is right, even if it has shown later times before. Returns the clock's present
+    time, and the latest time that was recorded before. Raises InDoubt, ShardUnavailable."""
     ((now, latest, _),) = await database.run(statements.ACCEPT_CLOCK, {})
     return Micros(now), Micros(latest)
 
 
 async def check_difference(database: Database) -> None:
     """Raises ClocksDiffer if the shard's clock and this machine's clock differ by more than DIFFERENCE_S_MAX. Call this
-    before things are deleted for good because they are old by the shard's clock. Raises ShardUnavailable."""
+    before permanently deleting something that is old by the shard's clock. Raises ShardUnavailable."""
     ((shown,),) = await database.run(statements.SHOW_TIME, {})
     here = int(time.time() * 1_000_000)
     if abs(shown - here) > DIFFERENCE_S_MAX * 1_000_000:

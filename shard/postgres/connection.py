@@ -1,9 +1,9 @@
 """One connection that runs statements directly through libpq. psycopg's cursors, generators and waits serve many more
 purposes, and cost several times as much.
 
-Owns what happens between a statement's bytes and its rows: parameters, prepared statements, the socket, errors, and
-cancelled callers. psycopg's dumpers and loaders convert the values. This module knows no pool, and never tries a
-statement on another connection; shard/postgres/pool.py does.
+Handles parameters, prepared statements, the socket, errors, and cancelled callers. psycopg's dumpers and loaders
+convert the values. This module knows no pool, and never repeats a statement on another connection;
+shard/postgres/pool.py does that.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ CONNECT_OPTIONS: Mapping[str, Any] = {
 }
 
 # The most prepared statements of a connection. There is one for each statement and each list of its parameters' types.
-# Postgres parses further statements each time that they run.
+# Postgres parses all other statements each time that they run.
 _PREPARED_MAX = 300
-# How long a statement may take to end after its caller was cancelled. After that its connection is closed.
+# How long a statement may take to end after its caller was cancelled. If the statement takes longer, its connection is
+# closed.
 _ABANDONED_S_MAX = 5.0
 
 _PLACEHOLDER = re.compile(rb"%(?:\((\w+)\)([sb])|(.?))", re.DOTALL)
@@ -82,7 +83,8 @@ def _parse(statement: bytes) -> _Query:
 
 
 class Connection(AsyncConnection[tuple[Any, ...]]):
-    """A psycopg connection with the additional methods `run` and `listen`. Only one caller may use it at a time."""
+    """A psycopg connection with the additional methods `run` and `listen`. Only one caller may use the connection at a
+    time."""
 
     def __init__(self, pgconn: PGconn, *args: Any, **kwargs: Any) -> None:
         super().__init__(pgconn, *args, **kwargs)
@@ -90,8 +92,8 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
         self._transformer = Transformer(self)
         self._names: dict[tuple[bytes, tuple[int, ...]], bytes] = {}
         self._numbers = itertools.count(1)
-        # The socket while `_receive` is its reader, and −1 otherwise. The reader stays between statements, because
-        # adding and removing it costs half as much as a small statement.
+        # The socket while the event loop has `_receive` as the socket's reader, and −1 otherwise. The reader is not
+        # removed between statements, because adding and removing it costs half as much as a small statement.
         self._socket = -1
         # Gets its result when the answer to the latest request, or a notification, has arrived.
         self._answered: asyncio.Future[None] | None = None
@@ -123,8 +125,8 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
             raise
 
     async def listen(self, channel: str, on_message: Callable[[str | None], None]) -> NoReturn:
-        """Calls `on_message` with the payload of each notification on a channel, until the connection is lost, and then
-        raises the reason. The first call passes None, because earlier notifications may have been missed."""
+        """Calls `on_message` with the payload of each notification on a channel. If the connection is lost, raises the
+        reason. The first call of `on_message` passes None, because earlier notifications may have been missed."""
         await self.run(b"LISTEN " + channel.encode(), {})
         on_message(None)
         while True:
@@ -156,7 +158,8 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
         key = statement, types
         name = self._names.get(key)
         if name is None and len(self._names) < _PREPARED_MAX:
-            # A name is never used twice: if a caller is cancelled here, it is unknown whether the name is in use.
+            # A name is never used twice: if the caller is cancelled during this step, it is unknown whether the server
+            # has the name.
             name = b"w%d" % next(self._numbers)
             pgconn.send_prepare(name, sql, types)
             await self._answer()
@@ -193,7 +196,7 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
                 raise error_from_result(result)
             if result.status not in _DONE:
                 raise psycopg.ProgrammingError(f"unexpected result of a statement: {ExecStatus(result.status).name}")
-        # Check this last, because an error that the server sent before it went away is more precise.
+        # Check this last, because an error that the server sent before it closed the connection is more precise.
         if self._lost is not None:
             raise self._lost
         return self._results.pop()
@@ -213,22 +216,22 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
                         break
                 elif _has_more(self._socket):
                     # uvloop reports a reset connection only once, even if the server's last messages have not been read
-                    # yet: read them now.
+                    # yet. So read them now.
                     pgconn.consume_input()
                 elif busy:
                     return
                 else:
                     break
         except psycopg.Error as error:
-            # Record the loss also while no statement runs, because `listen` raises it.
+            # Record the loss even if no statement runs now, because `listen` raises it.
             self._lost = error
             self._remove_reader()
         if self._answered is not None and not self._answered.done():
             self._answered.set_result(None)
 
     def _on_notice(self, notice: psycopg.errors.Diagnostic) -> None:
-        # Recognise the notice by the server's function that sent it: the notice has no code of its own, and its text is
-        # in the server's language.
+        # Recognise the notice by the function of the server that sent it, because the notice has no error code of its
+        # own, and its text is in the server's language.
         if notice.source_function == "SyncRepWaitForLSN":
             self.unreplicated = True
 
@@ -251,8 +254,8 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
         try:
             async with asyncio.timeout(_ABANDONED_S_MAX):
                 await asyncio.wait({cancelling, answered}, return_when=asyncio.FIRST_COMPLETED)
-                # If the connection was lost, nothing is left to cancel. Otherwise wait for the cancel request to end,
-                # so that it cannot hit the next statement.
+                # If the connection was lost, there is no statement to cancel. Otherwise wait until the cancel request
+                # has ended, so that it cannot cancel the next statement.
                 if self._lost is None:
                     await cancelling
                     await answered

@@ -2,7 +2,7 @@
 session holds the lock leads. Balancers use a lock in the catalog's database, and archivers use a lock in the shard's
 database. The lock ends with the session.
 
-Having a single leader avoids repeated work and log lines. Correctness does not depend on it
+A single leader avoids repeated work and repeated log lines. Correctness does not depend on having only one leader
 (docs/decisions/0017-moving-slots.md).
 """
 
@@ -28,7 +28,7 @@ class LeaderRole(NamedTuple):
     """A role that only one process should have at a time."""
 
     holder: str
-    # Any number, the same in every release.
+    # Any number will do, but it must be the same in every release.
     lock: int
 
 
@@ -80,8 +80,8 @@ class LeaderSession:
             await self._ask(b"SELECT 1", {})
 
     async def release(self) -> None:
-        """Ends the leadership. Another session can lead as soon as this call returns. Without this call, it could lead
-        only after Postgres has noticed that this session has ended."""
+        """Ends the leadership. Another session can lead as soon as this call returns. Without this call, another
+        session could lead only after Postgres has noticed that this session has ended."""
         await self._ask(statements.RELEASE_LEADER_LOCK, {})
 
     async def _ask(self, statement: bytes, parameters: dict[str, object]) -> tuple[Any, ...] | None:

@@ -1,5 +1,5 @@
 """Connects to the first available server of a DSN that names several servers, without waiting long for a silent server.
-Finds out whether another server has replaced a server that still takes writes.
+Also finds out whether a server that still takes writes was replaced by another server.
 
 libpq itself waits the whole timeout for a silent server before it tries the next server. With four servers, the last
 server would be tried only after the caller has given up.
@@ -73,9 +73,9 @@ def only(dsn: str, server: psycopg.ConnectionInfo) -> str:
 
 
 async def replaced_by(dsn: str, own_dsn: str) -> str | None:
-    """Returns the address of a server of the DSN that was promoted after the server of `own_dsn`, if both take writes.
-    Returns None if there is no such server. A primary may run on after a standby has replaced it, but then it
-    acknowledges no commit that must wait for the standby."""
+    """Returns the address of a server of the DSN that was promoted after the server of `own_dsn`, if both servers take
+    writes. Returns None if there is no such server. A primary may keep running after a standby has replaced it. Such a
+    primary acknowledges no commit that must wait for that standby."""
     every = each_of(dsn)
     if len(every) == 1:
         return None

@@ -16,20 +16,20 @@ from shard.postgres.pool import Database, Rows
 from shard.vocabulary import RETENTIONS_MAX
 
 # One day is enough: routers make partitions every hour, and `finish` makes a partition that is missing. More days would
-# make every lookup by id slower. A lookup reads all partitions since the id was made, even the partitions of future
-# days, because a clock that was ahead may have filled them.
+# make every lookup by id slower. A lookup reads all partitions from the day on which the id was made, even the
+# partitions of future days, because jobs may be there if a clock was ahead.
 DAYS_AHEAD = 1
 _AHEAD = {"days_ahead": DAYS_AHEAD}
-# The advisory lock of sessions that make partitions. Any number, but the same everywhere.
+# The advisory lock of sessions that make partitions. Any number will do, but it must be the same in every release.
 LOCK = 0x77696E64_70617274
 
 
 async def make_ahead(database: Database) -> int:
     """Makes the missing partitions from yesterday to DAYS_AHEAD days ahead, by the shard's clock. If this clock was set
-    back, also makes the partitions for the day of the latest time that it has shown, and for DAYS_AHEAD days after
-    it. Returns how many partitions it made."""
-    # Look without the lock first. Most often no partition is missing, and processes that start at the same moment need
-    # not wait for each other to see that.
+    back, also makes the partitions for the day of the latest time that the clock has shown, and for DAYS_AHEAD days
+    after that day. Returns how many partitions it made."""
+    # Look without the lock first. Usually no partition is missing. Then processes that start at the same moment need
+    # not wait for each other's locks.
     if not await database.run(statements.FIND_MISSING_PARTITIONS, _AHEAD):
         return 0
     made = 0
@@ -50,8 +50,8 @@ async def refuse_another(database: Database, retention: int) -> None:
 
 @contextlib.asynccontextmanager
 async def room_for(database: Database, retention: int) -> AsyncGenerator[Connection, None]:
-    """Opens a transaction that may set this retention. Until it ends, no other session can set a retention. Raises
-    TooManyRetentions."""
+    """Opens a transaction that may set this retention. Until the transaction ends, no other session can set a
+    retention. Raises TooManyRetentions."""
     async with database.transaction() as connection:
         await connection.execute(statements.LOCK_EXCLUSIVE, {"lock": LOCK})
         present = [days for (days,) in await connection.run(statements.READ_RETENTIONS, {})]
@@ -74,8 +74,8 @@ async def make_retentions(database: Database, retentions: Iterable[int]) -> None
 
 
 async def make(connection: Connection, name: str, retention: int, first: str | None, past: str | None) -> None:
-    """Makes a partition for the days from `first` to before `past`; if these are None, makes the partition of the whole
-    retention. Does not block enqueues and acks."""
+    """Makes a partition for the days from `first` (included) to `past` (excluded). If these are None, makes the
+    partition of the whole retention. Does not block enqueues and acks."""
     await connection.execute(making(name, retention, first, past), prepare=False)
 
 
@@ -107,7 +107,8 @@ def table(name: str) -> sql.Identifier:
 
 
 def bounds(first: str, past: str) -> sql.Composed:
-    """Returns the bounds of a partition: from the day `first` to before the day `past` (YYYY-MM-DD, in UTC)."""
+    """Returns the bounds of a partition: from the day `first` (included) to the day `past` (excluded), as YYYY-MM-DD in
+    UTC."""
     return sql.SQL("FOR VALUES FROM ({}) TO ({})").format(_midnight(first), _midnight(past))
 
 

@@ -1,9 +1,9 @@
 """Runs statements on one shard's Postgres, and translates its errors.
 
-Every statement runs in a transaction of its own (autocommit), so it is done completely or not at all. After a lost
-connection, the pool tries a statement again a few times. Nearly every statement of the queue may be repeated, because
-it names the ids or the lease that it changes. Rows.ran_before tells the caller that the statement may have been done
-before. If a statement may not be repeated, the caller gets InDoubt, because the statement may have been done. A server
+Every statement runs in a transaction of its own (autocommit), so it is done completely or not at all. If a connection
+is lost, the pool repeats the statement a few times. Nearly every statement of the queue may be repeated, because it
+names the ids or the lease that it changes. Rows.ran_before tells the caller that the statement may have been done
+before. If a statement must not be repeated, the caller gets InDoubt, because the statement may have been done. A server
 that does not answer gets no statements until it answers again (shard/postgres/breaker.py).
 """
 
@@ -34,13 +34,13 @@ from shard.vocabulary import ShardName
 
 _AnyConnection = TypeVar("_AnyConnection", bound=psycopg.AsyncConnection[Any])
 _TRACER = trace.get_tracer("windrow.shard")
-# How long a statement with `short_lock_wait` waits for a lock. Such a statement serves many calls, and all of them wait
-# meanwhile.
+# How long a statement with `short_lock_wait` waits for a lock. One such statement serves many calls, and all of these
+# calls wait with it.
 SHORT_LOCK_WAIT_S = 0.2
 # The pause between two tries to connect while the server still answers on other connections.
 _RECONNECT_S = 0.5
-# How long a probe tries to connect to each server. This is the smallest value that libpq accepts. The breaker may send
-# further probes meanwhile.
+# How long a probe tries to connect to each server. This is the smallest value that libpq accepts. While one probe
+# waits, the breaker may send more probes.
 _PROBE_CONNECT_S_MAX = 2
 # The errors of a statement in a database that has no schema yet.
 NO_SCHEMA = (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName)
@@ -58,18 +58,19 @@ class Mark(NamedTuple):
 class Rows(list[Any]):
     """The rows that a statement has returned."""
 
-    # True if the statement may have been done before, by a run whose answer was lost with its connection. These rows
-    # then tell only what the last run has found and done.
+    # True if an earlier run of the statement may have been done, whose answer was lost with its connection. The rows
+    # then show only what the last run has found and done.
     ran_before = False
 
 
 class Database:
     """A shard's Postgres, used through at most `connections` connections. `kept` connections are made at the start and
-    stay open. Further connections are made while calls wait for a connection.
+    stay open. The pool makes the other connections when calls wait for a connection.
 
-    `run` and `transaction` raise ShardUnavailable if the server cannot be reached, does not answer, or no connection is
-    free within `wait_s` seconds. They raise it at once while the server is known to be unavailable. They raise
-    Misconfigured if the role lacks a right. Other errors of the database are raised as psycopg's exceptions.
+    `run` and `transaction` raise ShardUnavailable if the server cannot be reached or does not answer, or if no
+    connection is free within `wait_s` seconds. While the server is known to be unavailable, they raise this error at
+    once. They raise Misconfigured if the role lacks a right. Other errors of the database are raised as psycopg's
+    exceptions.
 
     With `may_scan`, the connections are for statements that count and list: they have other planner settings and a
     longer timeout. `patience` is how many times longer than usual this server may be silent before it counts as
@@ -89,25 +90,25 @@ class Database:
         patience: float = 1.0,
     ) -> None:
         self.name = name
-        # The identity that the database has proved (shard/placement/identity.py). A connection to a database with
-        # another identity is refused. None: the identity is not checked.
+        # The identity that was read from the database when it was checked (shard/placement/identity.py). A connection
+        # to a database with another identity is refused. None: the identity is not checked.
         self.identity: tuple[Any, ...] | None = None
         # A mark that the database must have; a connection to a database without the mark is refused. None: no mark is
         # checked.
         self.mark: Mark | None = None
-        # True if something may have been written since this was set to False.
+        # True if something may have been written since somebody set this attribute to False.
         self.changed = False
-        # True if a connection was made since this was set to False.
+        # True if a connection was made since somebody set this attribute to False.
         self.reconnected = False
-        # The newest migration of this release; a schema with a newer, breaking migration is refused. None: the schema
-        # has not been migrated yet, so it is not checked.
+        # The newest migration of this release; a schema with a newer, breaking migration is refused. None: this process
+        # has not migrated the schema yet, so the schema is not checked.
         self.newest_migration: int | None = None
         # The server and the database of the latest connection, without secrets.
         self.address = ""
         # Called when the server becomes unavailable, so that other connections to it can be closed too.
         self.went_away: Callable[[], None] = _ignore
         # Called after a connection was lost before the answer to a change had arrived. The change may have been made.
-        # If so, nobody was told what the change made visible, or what it ended (I7).
+        # In this case, nobody was told which jobs became visible by the change, or what it ended (invariant I7).
         self.hints_lost: Callable[[], None] = _ignore
         self._wait_s = wait_s
         self._short_lock_wait_s = short_lock_wait_s
@@ -123,8 +124,8 @@ class Database:
         self._busy: dict[Session, float] = {}
         self._overdue_timer: asyncio.TimerHandle | None = None
         self._check_task: asyncio.Task[None] | None = None
-        # True after a server was found that takes writes although another server has replaced it. From then on, a new
-        # connection is refused if it leads to such a server.
+        # True after a server was found that still takes writes although another server has replaced it. From then on,
+        # each new connection is refused if its server was replaced in this way.
         self._was_replaced = False
         self._compare_task: asyncio.Task[None] | None = None
         self._compared_s = -math.inf
@@ -154,13 +155,14 @@ class Database:
         self._pool.replace_all()
 
     def hang_up(self) -> None:
-        """Breaks all connections. Their users find them lost; new connections are checked before use."""
+        """Breaks all connections. The code that uses a connection then finds that it is lost. New connections are
+        checked before use."""
         for session in self._pool.sessions:
             hang_up(session)
 
     async def check_schema(self) -> None:
-        """Opens the breaker if a newer release has run a breaking migration: all statements are refused while the
-        schema has it. Raises ShardUnavailable if the server does not answer."""
+        """Opens the breaker if a newer release has run a breaking migration. Then all statements are refused while the
+        schema has that migration. Raises ShardUnavailable if the server does not answer."""
         if self.newest_migration is None:
             return
         rows = await self.run(statements.FIND_BREAKING, {"known": self.newest_migration})
@@ -169,7 +171,7 @@ class Database:
 
     async def run(self, statement: bytes, parameters: Mapping[str, object]) -> Rows:
         """Runs one statement in a transaction of its own. Returns its rows. Raises ShardUnavailable, DiskFull,
-        Misconfigured. Raises RowLocked if a statement with `short_lock_wait` does not get a lock within a moment; it
+        Misconfigured. Raises RowLocked if a statement with `short_lock_wait` does not get a lock in time; the statement
         has then done nothing."""
         short_lock_wait = getattr(statement, "short_lock_wait", False)
         lock_wait_s = self._short_lock_wait_s if short_lock_wait else LOCK_WAIT_S
@@ -206,7 +208,7 @@ class Database:
                         raise DiskFull(self.name, self.address, first_line(error)) from error
                     if not tries_left or not _connection_lost(error) or self._breaker.trouble is not None:
                         raise self._unavailable(first_line(error)) from error
-                    # This connection was lost with its server, so most likely the idle connections were lost too.
+                    # This connection was lost, so most likely the idle connections to the same server were lost too.
                     await self._check_idle()
             raise AssertionError("unreachable")
         finally:
@@ -217,8 +219,8 @@ class Database:
 
     @contextlib.asynccontextmanager
     async def transaction(self) -> AsyncGenerator[Connection]:
-        """Runs the block in one transaction. It is not tried again: only the caller knows whether it may be repeated.
-        Raises ShardUnavailable, DiskFull, Misconfigured."""
+        """Runs the block in one transaction. Does not repeat it after an error, because only the caller knows whether
+        the block may be repeated. Raises ShardUnavailable, DiskFull, Misconfigured."""
         try:
             async with self._connection() as connection:
                 if connection.lock_wait_s != LOCK_WAIT_S:
@@ -253,17 +255,17 @@ class Database:
         try:
             yield connection
             while connection.unreplicated:
-                # Somebody has cancelled a commit's wait for the synchronous standby. No answer is given before the
-                # standby has what was committed (I1).
+                # Somebody has cancelled a commit's wait for the synchronous standby. The caller must get no answer
+                # before the standby has what was committed (invariant I1).
                 connection.unreplicated = False
                 await connection.run(statements.WAIT_FOR_STANDBY, {})
         except psycopg.errors.ReadOnlySqlTransaction as error:
-            # Another connection may lead to the primary; this connection does not.
+            # This connection does not lead to the primary. Another connection may.
             await connection.close()
             raise _standby(error) from error
         except psycopg.errors.InternalError_ as error:
-            # On a standby, a statement that writes no row and only waits for a standby of its own gets this error
-            # (wait_for_standby.sql). Postgres does not translate its text.
+            # wait_for_standby.sql writes no row. If it runs on a server that has become a standby, it gets this error.
+            # Postgres does not translate the text of this error.
             if "during recovery" not in str(error):
                 raise
             await connection.close()
@@ -286,7 +288,7 @@ class Database:
             self._pool.give_back(connection)
 
     async def _connect(self) -> Session:
-        """Returns a new session. Tries until it succeeds. After the breaker has closed, it tries at once."""
+        """Returns a new session. Tries until a try succeeds. When the breaker closes, tries at once."""
         connect = partial(Session.connect, application_name="windrow", prepare_threshold=None, **CONNECT_OPTIONS)
         while True:
             dsn = self._dsn
@@ -313,8 +315,8 @@ class Database:
         self._check_cut_off()
 
     def _check_cut_off(self) -> None:
-        """Opens the breaker if no connection is left and the latest try to connect failed, so that no call waits in
-        vain."""
+        """Opens the breaker if all connections are closed and the latest try to connect failed, so that no call waits
+        in vain."""
         if self._connect_error is not None and all(session.closed for session in self._pool.sessions):
             self._breaker.open(self._connect_error)
 
@@ -359,7 +361,7 @@ class Database:
         raise psycopg.OperationalError(_replaced(newer))
 
     async def _ask(self) -> None:
-        """Asks the server for a sign of life, and returns when it has answered. Raises TimeoutError. Raises
+        """Sends the server a small statement, and returns when the server has answered. Raises TimeoutError. Raises
         psycopg.Error if the connection is refused."""
         if self._pool.has_idle and self._breaker.trouble is None:
             async with self._connection() as idle:
@@ -385,9 +387,9 @@ class Database:
         self._pool.replace_all()
 
     async def _check_idle(self) -> None:
-        """Drops the idle sessions that are broken. This runs in a task of its own, so that it is not cancelled with a
-        caller."""
-        # The check itself may get no answer, so let the breaker ask the server too.
+        """Drops the idle sessions that are broken. The check runs in a task of its own, so that it is not cancelled
+        with a caller."""
+        # The check may get no answer, so let the breaker ask the server too.
         self._breaker.doubt()
         if self._check_task is None or self._check_task.done():
             self._check_task = asyncio.create_task(self._check())
@@ -412,8 +414,8 @@ class Database:
         self._connect_error = None
 
     async def _recognize(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        """Refuses a database that this process must not use: the DSN may lead to another database than before, or to a
-        pooler that shares sessions, or a newer release may have migrated this one."""
+        """Refuses a database that this process must not use. The DSN may lead to another database than before, or to a
+        pooler that shares sessions. Or a newer release may have migrated the database."""
         await refuse_shared_sessions(connection, self._dsn)
         if self.identity is not None:
             await self._compare_identity(connection)
@@ -421,7 +423,7 @@ class Database:
             cursor = await connection.execute(statements.FIND_BREAKING, {"known": self.newest_migration})
             row = await cursor.fetchone()
             if row is not None and row[0] is not None:
-                # The other connections lead to the same schema, so all statements are refused.
+                # The other connections lead to the same schema, so refuse the statements of all connections.
                 self._breaker.open(too_new(row[0]))
                 raise psycopg.OperationalError(too_new(row[0]))
 
@@ -453,8 +455,8 @@ class Database:
         )
 
     def _unavailable(self, why: str) -> ShardUnavailable:
-        """Gives the breaker's reason if the breaker is open, because it is more precise than the error of one
-        connection."""
+        """Returns the error for callers. If the breaker is open, its reason is used, because it is more precise than
+        the error of one connection."""
         return ShardUnavailable(self.name, self._breaker.trouble or why)
 
 
@@ -497,6 +499,6 @@ def _connection_lost(error: psycopg.Error) -> bool:
 
 
 def _in_doubt(error: psycopg.Error) -> bool:
-    """Returns whether the server went away, and nobody knows whether the statement was done."""
+    """Returns whether the connection was lost, so that nobody knows whether the statement was done."""
     state = error.sqlstate
     return state is None or state.startswith("08") or state in {"57P01", "57P02", "57P03"}

@@ -1,10 +1,10 @@
 """Recognizes a pooler that gives a session to other clients after each transaction, such as PgBouncer in transaction
 mode.
 
-Through such a pooler, settings, prepared statements, advisory locks and LISTEN would get lost or reach the sessions of
-other clients. Some calls would fail, and commits might not wait for the disk. PgBouncer does not tell its mode, so this
-module tries it out. If other clients use the pooler at the same moment, the try may not recognize the pooler.
-Then shard/postgres/pool.py recognizes it later, by a prepared statement that another client has made.
+With such a pooler, settings, prepared statements, advisory locks and LISTEN would get lost or would affect the sessions
+of other clients. Some calls would fail, and commits might not wait for the disk. PgBouncer does not tell its mode, so
+this module makes a test. If other clients use the pooler during the test, the test may not recognize the pooler. Then
+shard/postgres/pool.py recognizes it later, by a prepared statement that another client has made.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import psycopg
 from shard.postgres.connection import CONNECT_OPTIONS, hang_up
 from shard.postgres.multi_host import only
 
-# How long to wait for a second session. If a pooler has no session left, it has not given our session to anybody.
+# How long to wait for a second session. If a pooler has no other session free, it has not given our session to another
+# client.
 _SECOND_S_MAX = 1.0
 SESSIONS_ARE_SHARED = (
     "its DSN leads to a pooler that gives sessions to others after each transaction; use session mode, or no pooler "

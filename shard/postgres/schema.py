@@ -1,12 +1,13 @@
-"""A shard's schema: forward-only numbered migrations (migrations/), and the identity of the shard's database. Both are
-checked, and made if necessary, on the first connection to a database.
+"""A shard's schema: forward-only numbered migrations (migrations/), and the identity of the shard's database. The
+schema and the identity are checked, and made if necessary, on the first connection to a database.
 
-functions/ has the current text of each database function. A migration installs texts from there by lines like
-"-- INSTALL functions/NAME.sql DIGEST". The digest is the SHA-256 of the file when the migration was written, so whoever
-changes the file must write a new migration that installs it (tests/unit/test_database_functions.py). If the file has
-changed since, the line does not replace a function that exists already: the later migration replaces the function, and
-changes the tables as the new text needs them. A migration that changes what a function returns, or which arguments it
-has, drops the function IF EXISTS before the line. A file stays as long as a migration names it.
+functions/ has the current text of each database function. Lines of a migration such as the following install these
+texts: "-- INSTALL functions/NAME.sql DIGEST". The digest is the SHA-256 that the file had when the migration was
+written. Whoever changes the file must write a new migration that installs it (tests/unit/test_database_functions.py).
+If the file has changed since the migration was written, the line does not replace a function that exists already. The
+later migration replaces the function, and makes the changes to tables that the new text needs. If a migration changes
+the result type or the arguments of a function, it has a DROP FUNCTION IF EXISTS before the line. A file must not be
+deleted while a migration names it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _INSTALL_NEW = b"""DO $install$ BEGIN
         EXECUTE $text$%b$text$;
     END IF;
 END $install$;"""
-# The advisory lock of processes that migrate a shard. Any number, but the same in every release.
+# The advisory lock of processes that migrate a shard. Any number will do, but it must be the same in every release.
 _LOCK = 0x77696E64_6D696772
 
 Connection = AsyncConnection[tuple[Any, ...]]
@@ -41,22 +42,24 @@ Connection = AsyncConnection[tuple[Any, ...]]
 class Migration:
     number: int
     name: str
-    # The content of its file.
+    # The content of the migration's file.
     script: bytes
 
     @property
     def checksum(self) -> str:
-        """The digest of its file alone: the texts of the functions that it installs may change later."""
+        """The digest of the migration's file, without the texts of the functions that the migration installs, because
+        these texts may change later."""
         return hashlib.sha256(self.script).hexdigest()
 
     @property
     def installs(self) -> dict[str, str]:
-        """The functions that it installs, and the digests of their files when it was written."""
+        """The functions that the migration installs, with the digests that their files had when the migration was
+        written."""
         return {name.decode(): digest.decode() for name, digest in _INSTALL.findall(self.script)}
 
     @property
     def statements(self) -> bytes:
-        """What it runs: its script, with the texts of the functions that it installs."""
+        """The SQL that the migration runs: its script, with the texts of the functions that it installs."""
         if not self.installs:
             return self.script
         # In a new database, a text may name columns that only a later migration adds.
@@ -64,7 +67,7 @@ class Migration:
 
     @property
     def breaking(self) -> bool:
-        """True if older releases must not work with this migration. Its file then begins with "-- BREAKING"."""
+        """True if older releases must not work with this migration. Then its file begins with "-- BREAKING"."""
         return self.script.startswith(b"-- BREAKING")
 
 
@@ -85,8 +88,9 @@ def migrations() -> list[Migration]:
 
 
 async def migrate(database: Database, *, cluster: str | None) -> list[Migration]:
-    """Migrates the schema to this release. Unless `cluster` is None (for a database that holds only the catalog), also
-    makes the database a shard of this cluster, and makes its partitions. Many processes may call this at the same time.
+    """Migrates the schema to this release. Also makes the database a shard of this cluster, and makes its partitions.
+    Does not do this if `cluster` is None, which means that the database holds only the catalog. Many processes may call
+    this at the same time.
 
     Returns the migrations that were run. Raises Misconfigured, ShardUnavailable."""
     done: list[Migration] = []
@@ -101,8 +105,9 @@ async def migrate(database: Database, *, cluster: str | None) -> list[Migration]
 
 
 async def pending(database: Database) -> list[Migration] | None:
-    """Returns the migrations of this release that have not been run on this database, or None if it has no schema yet.
-    Changes nothing. Raises ShardUnavailable. Raises Misconfigured in the cases in which `migrate` raises it."""
+    """Returns the migrations of this release that have not been run on this database, or None if the database has no
+    schema yet. Changes nothing. Raises ShardUnavailable. Raises Misconfigured in the cases in which `migrate` raises
+    it."""
     await refuse_unfit(database)
     async with database.transaction() as connection:
         if not await _has_table(connection):
@@ -132,8 +137,8 @@ async def refuse_unfit(database: Database) -> None:
 async def _next(database: Database) -> Migration | None:
     """Runs the first migration that has not been run yet, in a transaction of its own. Returns the migration, or None
     if all have been run."""
-    # Look without the lock first: hundreds of processes may start at the same moment, and they need not wait for each
-    # other to find that there is nothing to do.
+    # Look without the lock first. Hundreds of processes may start at the same moment. If there is nothing to do, they
+    # need not wait for each other's locks.
     async with database.transaction() as connection:
         if await _has_table(connection) and await _missing(connection, database) is None:
             return None
@@ -141,8 +146,8 @@ async def _next(database: Database) -> Migration | None:
         await connection.execute(statements.LOCK_EXCLUSIVE, {"lock": _LOCK})
         if not await _has_table(connection):
             await connection.execute("CREATE SCHEMA IF NOT EXISTS windrow")
-            # While this session waited for the lock, another session may have made the table. `_has_table` may not show
-            # that, because Postgres remembers from the first look that there is no such table.
+            # While this session waited for the lock, another session may have made the table. `_has_table` may not see
+            # that table, because Postgres has cached the result of the first look.
             await connection.execute(
                 """
                 CREATE TABLE IF NOT EXISTS windrow.migration (
@@ -153,8 +158,8 @@ async def _next(database: Database) -> Migration | None:
             )
         migration = await _missing(connection, database)
         if migration is not None:
-            # The session's timeout is made for the statements of calls. Making an index on a large table takes longer,
-            # and after a timeout every process that starts would begin again.
+            # The session's timeout is made for the statements of calls. Making an index on a large table takes longer.
+            # After a timeout, each process that starts would try again, and would fail again.
             await connection.execute("SET LOCAL statement_timeout = 0")
             # A script has several statements. Only the simple protocol, without prepared statements, can run it.
             await connection.execute(migration.statements, prepare=False)

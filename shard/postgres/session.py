@@ -30,9 +30,9 @@ SELECT set_config(s.name, s.value, false) FROM (VALUES
     ('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local') THEN 'on'
         ELSE current_setting('synchronous_commit') END),
 """
-# The hot tables can grow from empty to millions of rows within seconds. Their statistics are therefore often wrong, and
-# a plan that was made for an empty table would be kept. Every hot statement should scan an index; other plans are
-# disabled.
+# The hot tables can grow from empty to millions of rows within seconds. So their statistics are often wrong, and
+# Postgres would keep a plan that was made for an empty table. Every hot statement should scan an index, so other plans
+# are disabled.
 QUEUE_SETTINGS = f"""{_SETTINGS}
     ('enable_seqscan', 'off'), ('enable_bitmapscan', 'off'), ('enable_hashjoin', 'off'), ('enable_mergejoin', 'off'),
     -- Each statement is planned once: planning costs as much as running it.
@@ -41,8 +41,8 @@ QUEUE_SETTINGS = f"""{_SETTINGS}
 """
 # Statements that count and list may scan. They are planned for each run, because the best plan depends on the size of
 # the org and on the days that are read. Bitmap scans are disabled, because a bitmap scan reads all index entries of an
-# org, whatever the LIMIT is. Without statistics, as after a load, the planner assumes that all orgs are small, and
-# would prefer a bitmap scan.
+# org, even with a small LIMIT. If statistics are missing, for example after a bulk load, the planner assumes that all
+# orgs are small, and would choose a bitmap scan.
 SCAN_SETTINGS = f"""{_SETTINGS}
     ('enable_bitmapscan', 'off'), ('plan_cache_mode', 'force_custom_plan'), ('statement_timeout', '300s')
 ) AS s (name, value)
@@ -98,7 +98,7 @@ class Session(Connection):
         self.adapters.register_dumper(Texts, _TextsDumper)
 
     async def set_lock_wait(self, seconds: float) -> None:
-        # Unknown until the statement has succeeded: the caller may be cancelled.
+        # The setting is unknown until the statement has succeeded, because the caller may be cancelled meanwhile.
         self.lock_wait_s = None
         await self.run(_SET_LOCK_WAIT, {"milliseconds": str(round(seconds * 1000))})
         self.lock_wait_s = seconds

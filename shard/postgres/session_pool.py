@@ -1,6 +1,6 @@
-"""A bounded number of sessions with one server, handed out first come, first served.
+"""A bounded number of sessions with one server. The caller that has waited for the longest time gets the next session.
 
-Knows no statements and no server: `connect` makes a session, and tries until it succeeds. A session that was closed,
+Knows no statements and no server: `connect` makes a session, and tries until a try succeeds. A session that was closed,
 has an open transaction, or is old is replaced by a new session when it is returned.
 """
 
@@ -26,7 +26,7 @@ _CLOSED = "this process has closed its connections to it"
 
 
 class SessionPool:
-    """Holds `sessions_min` sessions, and up to `sessions_max` while callers wait."""
+    """Keeps `sessions_min` sessions, and makes more, up to `sessions_max`, when callers wait."""
 
     def __init__(
         self, shard: ShardName, connect: Callable[[], Awaitable[Session]], *, sessions_min: int, sessions_max: int
@@ -41,8 +41,8 @@ class SessionPool:
         self._idle: list[Session] = []
         self._waiting: deque[asyncio.Future[Session]] = deque()
         self._connecting: set[asyncio.Task[None]] = set()
-        # How many sessions the tasks in `_connecting` still have to make. A task stays in that set for a moment after
-        # it has made its session.
+        # How many sessions the tasks in `_connecting` still have to make. A task remains in `_connecting` for a moment
+        # after it has made its session.
         self._to_come = 0
         self._closed = False
 
@@ -89,7 +89,7 @@ class SessionPool:
                 with contextlib.suppress(ValueError):
                     self._waiting.remove(waiter)
             elif waiter.exception() is None:
-                # The waiter got a session just before this, so give it back.
+                # The waiter got a session just before the error, so give that session back.
                 self.give_back(waiter.result())
             if isinstance(error, TimeoutError):
                 raise ShardUnavailable(self._shard, f"no connection within {wait_s:g} s") from error

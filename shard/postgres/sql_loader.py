@@ -1,6 +1,6 @@
 """Reads SQL statements from files, as the bytes that psycopg takes.
 
-Text that several statements share is written only here, and is included by its name:
+Text that several statements share is written only in this module. Statements include it by its name:
 
     {{job_columns}}      the columns that the tables job, dead and finished have in common
     {{columns_but_history}}  job_columns without the last column, history
@@ -36,8 +36,8 @@ Text that several statements share is written only here, and is included by its 
     {{may_quarantine(q)}}  whether the org of the queue q has fewer than `kinds_max` quarantined kinds (a bound,
                          because routers remember all of them). Concurrent statements may exceed it by a few
     {{is_later(j)}}      whether the row j becomes visible later, by its time or at the end of its lease
-    {{history_with_lost(j)}}  the history of row j, with an entry for its lease if the lease has expired unnoticed
-    {{seen_history(j)}}  the history of row j, and what the attempt under way has logged (JobRecord.history)
+    {{history_with_lost(j)}}  the history of row j, with an entry for its lease if no claim has noticed its expiry
+    {{seen_history(j)}}  the history of row j, and the log of the attempt that has not ended (JobRecord.history)
     {{org_of(e)}}        the id of the org to which the queue e.queue_id belongs
     {{org_id_of(n)}}     the id of the org that must own row n: `orgs` is a list of names, and n.org_position is a
                          position in it; NULL means the first name
@@ -49,17 +49,17 @@ Text that several statements share is written only here, and is included by its 
     {{template_values}}  template_columns as parameters
     {{template_content(s)}}  job_content of a new job of the schedule s
     {{schedule_record(s)}}  the columns of the schedule s that lookups and lists read, except the payload
-    {{is_fired_here(s)}}  whether this shard owns the slot of the schedule s, and so fires it. OFFSET 0 fences: looks up
-                         the org and the slot of each schedule by number, and never joins the whole tables
+    {{is_fired_here(s)}}  whether this shard owns the slot of the schedule s, and so fires it. OFFSET 0 makes Postgres
+                         look up the org and the slot of each schedule by number, and never join the whole tables
     {{holds_snapshot(a)}}  whether the session a of pg_stat_activity holds a snapshot of this database. A vacuum does
                          not count, because its snapshot does not hold back other vacuums
     {{connections_max}}  how many connections ordinary roles may open on the server
     {{finish_time}}      the time at which a job finishes: now, but never before the latest recorded time. Otherwise, if
                          the clock was set back, a lookup by id would not find the job (shard/postgres/clock.py)
 
-`{{job_content(e)}}` is a column list with each column qualified: `e.kind, e.payload, …`. A new column of JOB_CONTENT
-gets into these lists without further changes, so every statement stores and moves it. Claims return it if Claimed has a
-field of that name. Lookups and lists return it if JobRecord has a field of that name.
+`{{job_content(e)}}` is a column list with each column qualified: `e.kind, e.payload, …`. A new column of JOB_CONTENT is
+included in these lists without other changes, so every statement stores and moves the column. Claims return the column
+if Claimed has a field of its name. Lookups and lists return it if JobRecord has a field of its name.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _type_of(column: str) -> str:
 
 
 _CANCELLED_RUN_AT = "CASE WHEN {0}.run_at = 'infinity' THEN now() ELSE {0}.run_at END"
-# Also true of an ordinary node that is to expire at the moment of its run_at. Such a job never runs either.
+# Also true for the job of an ordinary node whose expires_at equals its run_at. Such a job never runs either.
 _AWAITS_SIGNAL = "({0}.workflow_node > '' AND {0}.expires_at = {0}.run_at)"
 _EXPRESSIONS = {
     "cancelled_run_at": _CANCELLED_RUN_AT,
@@ -152,7 +152,8 @@ _EXPRESSIONS = {
     "is_blocked": "{0}.run_at = 'infinity'",
     "awaits_signal": _AWAITS_SIGNAL,
     "expiry_reason": f"CASE WHEN {_AWAITS_SIGNAL} THEN 'no signal came in time' ELSE 'past its expires_at' END",
-    # A workflow may end in a pause. Then it is paused while a callback waits for the end of the pause.
+    # A workflow may end while it is paused. Then it still counts as paused if one of its callbacks waits for the end of
+    # the pause.
     "is_paused": (
         "({0}.paused_at IS NOT NULL AND ({0}.ended_at IS NULL OR EXISTS "
         "(SELECT FROM windrow.workflow_node n WHERE n.flow = {0}.flow AND n.is_left AND n.state = 'due')))"
@@ -161,7 +162,7 @@ _EXPRESSIONS = {
         "(SELECT count(*) FROM (SELECT FROM windrow.queue o JOIN windrow.quarantine h ON h.queue_id = o.queue_id "
         "WHERE o.org = {0}.org LIMIT %(kinds_max)s) counted) < %(kinds_max)s"
     ),
-    # The same condition as in the index job_set_aside.
+    # This condition must be the same as in the index job_set_aside.
     "is_set_aside": (
         "NOT isfinite({0}.visible_at) AND isfinite({0}.run_at) "
         "AND ({0}.group_key IS NULL OR {0}.group_slot IS NOT NULL)"
@@ -210,21 +211,22 @@ class Statement(bytes):
 
     # Traces use it as the name of the operation.
     name: str
-    # The name of the statement's file. It differs from `name` if several statements come from one file.
+    # The name of the statement's file. The file's name differs from `name` if several statements come from one file.
     file: str
     # True if the statement may run again after a lost connection, when nobody knows whether the first run committed.
-    # Most statements may: they name the ids or the lease that they change. The answer of the second run must be as
-    # good as the answer of the first run. So either a statement returns the state that it leaves, not what it has
-    # changed, or its caller looks at Rows.ran_before (shard/postgres/pool.py). If the first answer is lost, only hints
+    # Most statements may: they name the ids or the lease that they change. The answer of the second run must be as good
+    # as the answer of the first run. So either a statement returns the new state, and not what it has changed, or its
+    # caller checks Rows.ran_before (shard/postgres/pool.py). If the answer of the first run is lost, only hints
     # (Database.hints_lost) and counts for reports may be lost with it.
     repeatable: bool
-    # True if the statement waits only briefly for a lock, and changes nothing if it does not get it: the caller gets
-    # RowLocked. Statements that serve calls of several orgs at once have this flag. Their callers then find out which
-    # rows are locked (shard/queue/row_locks.py). Statements that would delay such statements by their own locks have
-    # the flag too.
+    # True if the statement waits only briefly for a lock. If it does not get the lock, it changes nothing, and the
+    # caller gets RowLocked. Statements that serve calls of several orgs at once have this flag. After RowLocked, their
+    # callers find out which rows are locked (shard/queue/row_locks.py). Statements that would delay such statements by
+    # their own locks have the flag too.
     short_lock_wait: bool
-    # True if the statement must not scan tables, not even in a Database with `may_scan`. With a LIMIT, the planner
-    # expects that the rows of an org are spread over the whole table, but they may all be at its end.
+    # True if the statement must not scan tables, not even in a Database with `may_scan`. With a LIMIT, the planner may
+    # choose a scan, because it assumes that the rows of an org are spread over the whole table. But all of them may be
+    # at the end of the table.
     indexed: bool
     # True if the statement writes to tables, and its writes must not be lost with the server.
     writes: bool
@@ -242,9 +244,9 @@ def load(
     includes: Mapping[str, str] | None = None,
 ) -> Statement:
     """Reads `folder`/`name`.sql, or `folder`/`file`.sql, and expands its includes. Removes comments, because psycopg
-    caches the parsed form of a statement only up to 4,096 bytes. With `hint`, the writes of the statement may be lost,
-    so the shard's history needs no mark for them. `includes` has texts for includes of this statement that differ from
-    the usual texts. Raises KeyError for an unknown include."""
+    caches the parsed form of a statement only if the statement has at most 4,096 bytes. With `hint`, the writes of the
+    statement may be lost with the server, so they do not count as writes (Statement.writes). `includes` has texts for
+    includes of this statement that differ from the usual texts. Raises KeyError for an unknown include."""
     file = file or name
     lines = (folder / f"{file}.sql").read_text().splitlines()
     text = "\n".join(bare for line in lines if not (bare := line.strip()).startswith("--"))

@@ -14,7 +14,8 @@ WAIT_FOR_STANDBY = _load("wait_for_standby", short_lock_wait=True)
 
 SHOW_TIME = _load("show_time")
 RECORD_TIME = _load("record_time", short_lock_wait=True)
-# Not repeatable: a second run would return the time that the first run has accepted as the recorded time.
+# Not repeatable: a second run would return, as the time that was recorded before, the time that the first run has
+# recorded.
 ACCEPT_CLOCK = _load("accept_clock", repeatable=False)
 
 LOCK_EXCLUSIVE = _load("lock_exclusive")

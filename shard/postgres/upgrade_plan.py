@@ -1,5 +1,5 @@
-"""Plans the upgrade of a database to this release: what it will run there, and what users of the database will notice
-of it (docs/decisions/0068-what-an-upgrade-locks.md). Changes nothing."""
+"""Plans the upgrade of a database to this release: which migrations will run, and how they will affect users of the
+database (docs/decisions/0068-what-an-upgrade-locks.md). Changes nothing."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ _FILE = Path(__file__).parent / "migrations" / "locks.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What Postgres reported about the existing tables when the migration ran on a schema of the release before."""
+    """What Postgres reported about the existing tables when the migration ran on the schema of the previous
+    migration."""
 
-    # By table, the strongest lock that the migration takes. Locks for which no statement waits are left out. SHARE and
-    # SHARE ROW EXCLUSIVE block writes; ACCESS EXCLUSIVE also blocks reads. The migration holds its locks until it ends.
+    # For each table, the strongest lock that the migration takes. Locks for which no statement has to wait are left
+    # out. SHARE and SHARE ROW EXCLUSIVE block writes; ACCESS EXCLUSIVE also blocks reads. The migration holds its locks
+    # until it ends.
     locks: Mapping[str, str]
-    # Tables of which the migration reads or rewrites every row. Everything else in a migration takes the same time,
-    # however many rows the tables have.
+    # Tables of which the migration reads or rewrites every row. The time of everything else in a migration does not
+    # depend on the number of rows.
     reads: Sequence[str]
 
 
@@ -49,8 +51,8 @@ def costs() -> dict[int, Cost]:
 
 
 async def plan(database: Database) -> list[Step] | None:
-    """Returns the steps of the upgrade, or None if the database has no schema yet: then nobody can notice the upgrade.
-    Raises ShardUnavailable. Raises Misconfigured if this release cannot work with the schema."""
+    """Returns the steps of the upgrade. Returns None if the database has no schema yet, because then the upgrade
+    affects nobody. Raises ShardUnavailable. Raises Misconfigured if this release cannot work with the schema."""
     pending = await schema.pending(database)
     if not pending:
         return None if pending is None else []

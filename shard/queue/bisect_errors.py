@@ -1,5 +1,5 @@
-"""Finds the call whose row Postgres refuses, by running the calls of a batch in halves. The other calls of the batch
-then cost a few more statements, and not one statement for each call."""
+"""Finds the call whose row Postgres refuses, by running the calls of a batch in halves. So the other calls of the batch
+need only a few more statements, and not one statement for each call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import psycopg
 Call = TypeVar("Call")
 Result = TypeVar("Result")
 
-# Errors that one row causes. The statement did nothing; without that row it would have succeeded.
+# Errors that one row causes. After such an error, the statement has done nothing. Without that row, it would have
+# succeeded.
 ROW_ERRORS = (psycopg.DataError, psycopg.IntegrityError)
 
 

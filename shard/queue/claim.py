@@ -22,11 +22,12 @@ from shard.queue.queue_ids import QueueIds
 from shard.queue.revocation import Revocation
 from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Answer, Claimed, Lease, OrgId, QueueId, QueueName
 
-# Upper bound for the statements of one act. Usually one statement serves all takers (requests). More statements are
-# needed if some of the jobs were expired or out of attempts, or if the jobs are large: two jobs of 1 MiB fill a
-# statement.
+# Upper bound for the statements of one act. Usually one statement serves all takers (requests). An act needs more
+# statements if some of the jobs have expired or have no attempt left, or if the jobs are large: two jobs of 1 MiB fill
+# a statement.
 _RUNS_MAX = 8
-# Upper bound for the sets of queues in one statement. Where names of this module say group, they mean such a set.
+# Upper bound for the sets of queues in one statement. In names of this module, `group` means such a set, and not a
+# group of jobs.
 _GROUPS_MAX = 64
 # A claim ends with the job that fills this many bytes of payload, attributes and checkpoint. There is room for the
 # largest job (1 MiB of payload, 36 KiB of attributes, 64 KiB of checkpoint), for the other fields of 1,000 jobs (up to
@@ -34,17 +35,17 @@ _GROUPS_MAX = 64
 # the default limit of gRPC clients.
 CLAIM_BYTES_MAX = 2 * 1024 * 1024 - 192 * 1024
 _LARGEST_JOB_BYTES = (1024 + 36 + 64) * 1024
-# A claim asks for at least this many bytes, and a taker with fewer bytes left counts as served. A statement has one
-# limit of bytes: the smallest number that any of its takers has left. So each of the _RUNS_MAX statements of an act may
-# give at least this many bytes. Together they may give CLAIM_BYTES_MAX, as a single statement may. So a taker with few
-# bytes left does not reduce what the other takers get from the act.
+# A claim asks for at least this many bytes. A taker that may get fewer bytes counts as served. A statement has one
+# limit of bytes: the smallest number that any of its takers may still get. So each of the _RUNS_MAX statements of an
+# act may return at least this many bytes, and together they may return CLAIM_BYTES_MAX, like a single statement. So a
+# taker that may get few bytes does not reduce what the other takers get from the act.
 CLAIM_BYTES_MIN = CLAIM_BYTES_MAX // _RUNS_MAX
 # The memory that a job needs in addition to its payload, attributes and checkpoint.
 JOB_BYTES = 500
 
 
 def bytes_most(jobs: int) -> int:
-    """Returns the most memory that this many jobs of one claim take. Callers reserve it before they claim."""
+    """Returns the most memory that this many jobs of one claim take. Callers reserve this memory before they claim."""
     return min(jobs * _LARGEST_JOB_BYTES, CLAIM_BYTES_MAX + _LARGEST_JOB_BYTES) + jobs * JOB_BYTES
 
 
@@ -57,7 +58,7 @@ class ClaimRequest(NamedTuple):
     max_jobs: int
     window_us: int
     worker: str
-    # The last job may exceed this bound. A claim may also end below the bound, when less than CLAIM_BYTES_MIN are left.
+    # The last job may exceed this bound. A claim may also end when it could get less than CLAIM_BYTES_MIN more.
     bytes_max: int = CLAIM_BYTES_MAX
     # The limits of jobs in flight of the org and, if the request names a single queue, of this queue. None: no such
     # limits.
@@ -66,7 +67,8 @@ class ClaimRequest(NamedTuple):
 
 class ClaimResult(NamedTuple):
     """The leased jobs, ordered by priority, then by run_at. `prefix` is the prefix of their lease tokens
-    (shard/lease_token.py). `cut`: the act ended before the claim was served fully, so there may be more jobs."""
+    (shard/lease_token.py). `cut`: the act ended before the claim had got all that it may get, so there may be more
+    jobs."""
 
     prefix: bytes
     jobs: list[Claimed]
@@ -86,8 +88,8 @@ class _Taker:
     # The lease number that all its leases get (shard/lease_token.py).
     number: int
     jobs: list[Claimed] = field(default_factory=list[Claimed])
-    # True if the statement must run (again) for this taker: it has not run yet, some of the returned jobs cannot run
-    # (such as expired ones), or the statement had no room for the taker's jobs.
+    # True if the statement must run for this taker, or must run again. It must run again if some of the returned jobs
+    # cannot run (such as expired jobs), or if the statement had no room for the taker's jobs.
     again: bool = True
     error: Exception | None = None
     # The queues in which a statement has locked rows that it then did not lease, because it had reached its limit of
@@ -104,9 +106,9 @@ class _Taker:
 
 
 class Claimer:
-    """Leases jobs of one shard. `revoked` is called with the leases that had expired before their jobs were leased
-    again. `visible` is called with queues whose jobs other claims may just have missed. `release` is called with leases
-    that reach no consumer; their attempts must not count."""
+    """Leases jobs of one shard. Calls `revoked` with the leases that had expired before their jobs were leased again.
+    Calls `visible` with queues whose jobs other claims may just have missed. Calls `release` with leases that no
+    consumer will get; their attempts must not count."""
 
     def __init__(
         self,
@@ -129,14 +131,15 @@ class Claimer:
         self._died = metrics.DEAD.labels(database.name)
 
     async def claim(self, requests: Sequence[ClaimRequest]) -> list[ClaimResult | Exception]:
-        """Leases jobs to each request. Returns the result or the error of each, in order. A request that has jobs gets
-        a result even if an error followed: nobody else could run those jobs before their window ends."""
+        """Leases jobs to each request. Returns the result or the error of each, in order. A request that has got jobs
+        gets a result even if an error occurred afterwards. Otherwise nobody could run these jobs before their window
+        ends."""
         takers = [
             _Taker(request=request, number=draw_number(counted=request.in_flight is not None)) for request in requests
         ]
         unavailable: ShardUnavailable | None = None
-        # The number of runs is bounded, because all takers wait for the end of the act. A taker that has got nothing by
-        # then claims again in another act.
+        # The number of runs is bounded, because all takers wait for the end of the act. A taker that has got nothing
+        # when the act ends claims again in another act.
         runs = 0
         while runs < _RUNS_MAX and unavailable is None and (waiting := _unserved(takers)):
             while waiting and unavailable is None:
@@ -148,7 +151,8 @@ class Claimer:
                         unavailable = error
         cut = set[QueueId]().union(*(taker.cut for taker in takers))
         if cut:
-            # Other claims have skipped these locked rows, so their consumers now believe that the queues are empty.
+            # Other claims have skipped the rows that were locked, so the consumers of these claims now assume that the
+            # queues are empty.
             self._visible(cut)
         unserved = set(_unserved(takers)) if unavailable is None else set[_Taker]()
         results: list[ClaimResult | Exception] = []
@@ -168,9 +172,9 @@ class Claimer:
         anything was leased.
 
         If the connection is lost before the answer arrives, the statement runs again on another connection. The first
-        run may have leased jobs. These jobs then have no consumer: this process does not know them, and no index finds
-        jobs by their leases. They come back when their window ends. There are at most as many such jobs as the takers
-        asked for."""
+        run may have leased jobs. No consumer gets these jobs: this process does not know them, and no index finds jobs
+        by their leases. When their window ends, they can be claimed again. Their number is at most the number of jobs
+        that the takers asked for."""
         groups: dict[tuple[OrgId, tuple[QueueName, ...]], list[_Taker]] = {}
         for taker in takers:
             taker.again = False
@@ -198,14 +202,14 @@ class Claimer:
         by_lease = {taker.number: taker for taker in takers}
         began_to_wait = any(row[7] is None for row in rows)
         if began_to_wait:
-            # Rows without a lease are scheduled jobs that have a group and have just become due. Those that got a group
-            # slot at once can be claimed now. It is not known for which takers these rows were, so the statement runs
-            # again for all takers.
+            # Rows without a lease are jobs of groups that were scheduled and have just become due. If such a job got a
+            # group slot at once, it can be claimed now. The rows do not show for which takers they were, so the
+            # statement runs again for all takers.
             self._visible({row[1] for row in rows if row[7] is None})
             rows = [row for row in rows if row[7] is not None]
         claimed = [Claimed(row[0], queue_names[row[1]], *row[2:]) for row in rows]
-        # A window may end while a claim runs several times. A job of an earlier run can then be leased again, even
-        # under the same number (I2). Only the new lease counts.
+        # A window may end while a claim runs several times. A job of an earlier run can then be leased again, even with
+        # the same lease number (invariant I2). Only the new lease counts.
         leased_again = {(by_lease[job.lease].request.org, job.id) for job in claimed}
         for taker in takers:
             taker.jobs = [job for job in taker.jobs if (taker.request.org, job.id) not in leased_again]
@@ -221,16 +225,17 @@ class Claimer:
                 suspects.setdefault(job.lease, []).append(job)
             elif not is_unfit:
                 by_lease[job.lease].jobs.append(job)
-        # A claim that runs several times may lease a job twice under one number. The lease with that number is live, so
-        # it must not be revoked.
+        # A claim that runs several times may lease a job twice with one lease number. The lease with that number has
+        # not ended, so it must not be revoked.
         expired = [job for job in claimed if job.expired_lease not in (None, job.lease)]
         if expired:
             self._expired.inc(len(expired))
             self._revoke_expired(by_lease, expired)
         self._floors.claimed(zip([row[1] for row in rows], claimed, strict=True), arrivals=arrivals)
         if sum(map(_size, claimed)) >= bytes_max:
-            # The statement serves one set of queues after another. It has locked rows of the last set that gave jobs,
-            # or of later sets, and did not lease them. Claims that ran at the same time have skipped these rows.
+            # The statement serves one set of queues after another. It has locked rows that it did not lease: rows of
+            # the last set from which it leased jobs, or of later sets. Claims that ran at the same time have skipped
+            # these rows.
             served = {job.lease for job in claimed}
             last = max(at for at, group in enumerate(groups.values()) if any(taker.number in served for taker in group))
             for (org, queues), group in list(groups.items())[last:]:
@@ -258,13 +263,14 @@ class Claimer:
             try:
                 await self._set_aside(taker.request.org, jobs, number)
             except Exception as error:  # noqa: BLE001 - the other takers must not fail because of it
-                # The jobs stay leased, and come back when their window ends. If they were released now, they would be
-                # claimed again at once, and ending them would fail again.
+                # The jobs remain leased, and can be claimed again when their window ends. If they were released now,
+                # they would be claimed again at once, and the statement that ends them would fail again.
                 errors[number] = error
             else:
                 taker.again = True
         for number in errors:
-            # This taker must not lease more under this number in this act: a late release could end the new lease.
+            # This taker must not lease more jobs with this lease number in this act, because a late release could end
+            # the new lease.
             by_lease[number].again = False
         return [errors.get(taker.number) for taker in takers]
 
@@ -280,7 +286,8 @@ class Claimer:
             self._revoked(Revocation.by_worker(org, answer, leases))
 
     async def _set_aside(self, org: OrgId, jobs: list[Claimed], lease: int) -> None:
-        """Cancels the jobs that are past their expires_at. Marks the other jobs dead: they are out of attempts."""
+        """Cancels the jobs whose `expires_at` has passed. Marks the other jobs dead, because they have no attempt
+        left."""
         rows: list[Any] = []
         expired = [job.id for job in jobs if job.expired]
         if expired:
@@ -327,8 +334,8 @@ class _Columns:
         self._next = 1
 
     def add(self, org: OrgId, queues: Mapping[QueueName, QueueId], takers: Sequence[_Taker], floors: Floors) -> None:
-        # The first queue is chosen at random. Otherwise a busy queue that is named first would starve a queue that is
-        # named last, among jobs of one priority.
+        # The first queue is chosen at random. Otherwise, among jobs of one priority, consumers would get no jobs of a
+        # queue that is named last while a queue that is named first is busy.
         names = list(queues)
         first = random.randrange(len(names))
         self._firsts.append(self._next)
@@ -361,9 +368,9 @@ class _Columns:
 
 
 def _unserved(takers: Sequence[_Taker]) -> list[_Taker]:
-    """Returns the takers that need another statement. Takers with the same org and the same queues share one sum of
-    received bytes. The takers with the smallest sum come first, because the first takers of a statement may leave no
-    room for the others."""
+    """Returns the takers that need another statement. The order is by the bytes that were received, added up for takers
+    with the same org and the same queues. The smallest sum comes first, because the first takers of a statement may
+    leave no room for the others."""
     got = Counter[tuple[OrgId, tuple[QueueName, ...]]]()
     for taker in takers:
         if taker.jobs:
@@ -377,11 +384,11 @@ def _unserved(takers: Sequence[_Taker]) -> list[_Taker]:
 
 
 def _next_batch(takers: Sequence[_Taker]) -> tuple[list[_Taker], list[_Taker]]:
-    """Splits takers into those for the next statement and those that wait for a later statement. A taker waits if there
-    are too many sets of queues. It also waits if its queues overlap with a different set: SKIP LOCKED does not skip
-    rows that the same statement has locked, so the statement would take such rows twice. A set with limits of jobs in
-    flight has a statement of its own: this statement may have to wait for other claims of the org, and it counts the
-    leased jobs for one set only."""
+    """Splits takers into takers for the next statement and takers that wait for a later statement. A taker waits if
+    there are too many sets of queues. It also waits if one of its queues is in a different set of the statement: SKIP
+    LOCKED does not skip rows that the same statement has locked, so the statement would lease such rows twice. A set
+    with limits of jobs in flight gets a statement of its own. That statement may have to wait for other claims of the
+    org, and it counts the leased jobs for one set only."""
     batch: list[_Taker] = []
     later: list[_Taker] = []
     owners: dict[tuple[OrgId, QueueName], tuple[QueueName, ...]] = {}

@@ -1,12 +1,13 @@
-"""Remembers how far claims have come in each lane, so that they need not read the index entries of claimed jobs again.
+"""Remembers the time that claims have reached in each lane, so that claims need not read the index entries of claimed
+jobs again.
 
 A lane is one priority of one queue. In the ready index, a lane begins with the entries of dead row versions of claimed
 jobs. While any transaction holds an old snapshot, vacuum cannot remove these entries, and every claim would read all of
-them again. Therefore a claim begins at the lane's floor, a point in time. The floor is a hint (I7), and can be too high
-only for jobs that committed late. The sweep looks below the floor and lowers it within seconds. Jobs that arrive from
-another shard may be older than any job here, so they set the floor back to zero. A claim that locked more rows than it
-leased sets the floor back to where that claim began. Pure: no I/O. Times of jobs are compared only with times of the
-shard's clock.
+them again. Therefore a claim begins at the lane's floor, a point in time. The floor is a hint (invariant I7), and can
+be too high only for jobs that committed late. The sweep looks below the floor and lowers it within seconds. Jobs that
+arrive from another shard may be older than all jobs of this shard, so they set the floor back to zero. A claim that
+locked more rows than it leased sets the floor back to the time at which that claim began to search. Pure: no I/O. Times
+of jobs are compared only with times of the shard's clock.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from dataclasses import dataclass, field
 from shard.bounded import make_room
 from shard.vocabulary import PRIORITIES, Claimed, Micros, QueueId
 
-# Claims find the jobs of an enqueue that takes at most this long from its now() to its commit. If the enqueue takes
-# longer, only the sweep finds its jobs.
+# Claims find the jobs of an enqueue whose transaction takes at most this long, from its now() to its commit. If the
+# enqueue takes longer, only the sweep finds its jobs.
 GUARD_US = 1_000_000
 # Every sweep finds the jobs of an enqueue that takes at most this long. If the enqueue takes longer, only a full sweep
 # (from the beginning of time) finds its jobs.
@@ -42,12 +43,12 @@ class _Queue:
 
 
 class Floors:
-    """The floors of one router on one shard: those of the queues from which it claims."""
+    """The floors that one router remembers for one shard: the floors of the queues from which it claims."""
 
     def __init__(self) -> None:
         self._queues: dict[QueueId, _Queue] = {}
-        # How often jobs have arrived from another shard, or were missed. A claim or sweep that began before such an
-        # event has not seen these jobs.
+        # How many times jobs have arrived from another shard, or were missed. A claim or sweep that began before such
+        # an event has not seen the jobs of this event.
         self.arrivals = 0
 
     def of(self, queue_id: QueueId) -> list[Micros]:
@@ -67,8 +68,8 @@ class Floors:
         return [Micros(max(0, floor - _LATE_US)) for floor in floors]
 
     def claimed(self, jobs: Iterable[tuple[QueueId, Claimed]], *, arrivals: int) -> None:
-        """Raises the floors after a claim. A claim takes the first jobs of each lane, so no unclaimed job is left
-        before the last claimed one, unless it arrived after the claim began. `arrivals`: the value of `Floors.arrivals`
+        """Raises the floors after a claim. A claim takes the first jobs of each lane. So there is no unclaimed job
+        before the last claimed job, unless it arrived after the claim began. `arrivals`: the value of `Floors.arrivals`
         when the claim began."""
         for queue_id, job in jobs:
             queue = self._queues.get(queue_id)
@@ -89,20 +90,20 @@ class Floors:
 
     def missed(self, before: Mapping[QueueId, Sequence[Micros]]) -> None:
         """Lowers floors after a claim that locked rows and did not lease them: claims that ran at the same time have
-        skipped these rows. `before`: the floors at which that claim began. Floors that are higher now are set back to
-        those floors."""
+        skipped these rows. `before`: the floors at which that claim began. A floor that is higher now is set back to
+        the floor in `before`."""
         self.arrivals += 1
         for queue_id, floors in before.items():
             queue = self._queues.get(queue_id)
             if queue is not None:
-                # Other claims, which are still under way, may have skipped these rows too. Setting `arrived` keeps
-                # those claims from raising the lowered floors.
+                # Other claims, which have not ended, may have skipped these rows too. `arrived` prevents those claims
+                # from raising the lowered floors.
                 queue.arrived = self.arrivals
                 queue.floors = [min(pair) for pair in zip(queue.floors, floors, strict=True)]
 
     def emptied(self, queues: Iterable[QueueId]) -> None:
         """Forgets these queues if many queues are remembered. Call this when a claim for consumers of all orgs has
-        probably taken the last jobs of the queues: there may be a hundred thousand such queues, and most of them get
+        probably taken the last jobs of these queues. There may be a hundred thousand such queues, and most of them get
         no job soon."""
         if len(self._queues) > _EMPTIED_KEPT_MAX:
             for queue_id in queues:
@@ -123,8 +124,8 @@ class Floors:
         *,
         arrivals: int,
     ) -> None:
-        """Sets the floors after a sweep: a lane's floor is the time of its first live row, or `guarded` (now() minus
-        the guard) if that is earlier. `arrivals`: the value of `Floors.arrivals` when the sweep began."""
+        """Sets the floors after a sweep. A lane's floor is the time of its first live row, but at most `guarded` (now()
+        minus the guard). `arrivals`: the value of `Floors.arrivals` when the sweep began."""
         for queue_id in queues:
             queue = self._queues.get(queue_id)
             if queue is not None and queue.arrived <= arrivals:

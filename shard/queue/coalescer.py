@@ -1,10 +1,10 @@
-"""Group commit: calls that wait at the same time share one act, that is one statement and one commit. Also decides how
-many acts of one sort run at the same time (`acts_max`).
+"""Group commit: calls that wait at the same time share one act, which is one statement with one commit. Each coalescer
+also limits how many of its acts run at the same time (`acts_max`).
 
-When nothing is under way, a call begins an act at once. While acts are under way, new calls wait, and the next act
-takes all of them; an act never waits for more calls to come. If more calls wait than one act takes, each caller gets an
-even share of the act, so that a caller with a thousand calls does not delay a caller with a single call. This module
-does not know what an act does.
+When no act is running, a call begins an act at once. While acts are running, new calls wait, and the next act serves
+all of them; an act never waits until more calls come. If more calls wait than one act can serve, each caller gets an
+even share of the act. So a caller with a thousand calls does not delay a caller with a single call. This module does
+not know what an act does.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from shard.errors import TooManyWaiting
 from shard.fair_quota import FairQuota
 from shard.vocabulary import OrgId
 
-# While an act runs, a second act begins only if calls of this total weight wait, or if a call has waited for this long.
-# Otherwise the calls wait for the end of the running act, and then share one act.
+# While an act runs, a second act begins only if calls of this total weight wait, or if a call has waited for this time.
+# Otherwise the calls wait until the running act ends, and then share one act.
 _SECOND_ACT_WEIGHT = 100
 _SECOND_ACT_AFTER_S = 0.010
-# If `acts_max` acts run, an extra act may begin after this time. It takes only calls whose keys no running act has.
+# If `acts_max` acts run, an extra act may begin after this time. The extra act serves only calls whose keys no running
+# act has.
 _EXTRA_ACT_AFTER_S = 0.020
 # If one iteration of the event loop takes less than this, the loop is idle.
 _IDLE_ITERATION_S = 0.000_060
@@ -40,9 +41,9 @@ Result = TypeVar("Result")
 
 
 class SingleCall(NamedTuple):
-    """A call that shares no statement with others and runs by itself. Such calls go through a Coalescer whose act is
-    `one_by_one` (`single_calls` makes one), so that one org's calls leave connections for the calls of other orgs (I4).
-    `org`: None if the call is about no org."""
+    """A call that runs by itself and shares no statement with other calls. Such calls go through a Coalescer whose act
+    is `one_by_one` (`single_calls` makes such a Coalescer), so that one org's calls leave connections for the calls of
+    other orgs (invariant I4). `org`: None if the call is about no org."""
 
     org: OrgId | None
     weight: int
@@ -71,8 +72,8 @@ class _Waiting(Generic[Call, Result]):
 
 
 class InFlight:
-    """Counts the running acts of several coalescers that share connections, and lets the coalescers begin acts in
-    turn."""
+    """Counts the running acts of several coalescers that share connections. After each act, lets the coalescers begin
+    acts, one coalescer after another."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -99,18 +100,18 @@ class InFlight:
 class Coalescer(Generic[Call, Result]):
     """Runs calls together.
 
-    `act` runs several calls and returns the result or the error of each, in order. If it raises, every call of the act
-    fails with that error. `key` returns the key of a call (its org), by which calls share fairly; `weight` returns how
-    much of an act the call takes. At most `acts_max` acts run at the same time. An act has up to `calls_max` calls with
-    a total weight of up to `weight_max`, or a single heavier call. If `acts_max` is more than one, one more act may
-    begin for keys that no running act has. So acts that take long, for example because they wait for locks, delay only
-    their own keys. If only a few light calls wait, they also wait for the acts of other coalescers that share
-    `in_flight`.
+    `act` runs several calls and returns the result or the error of each, in order. If `act` raises an error, every call
+    of the act fails with that error. `key` returns the key of a call (its org), by which calls share fairly; `weight`
+    returns how much of an act the call takes. At most `acts_max` acts run at the same time. An act has up to
+    `calls_max` calls with a total weight of up to `weight_max`, or a single heavier call. If `acts_max` is more than
+    one, one extra act may begin for keys that no running act has. So acts that take long, for example because they wait
+    for locks, delay only the calls with their own keys. If only a few light calls wait, they also wait for the acts of
+    other coalescers that share `in_flight`.
 
-    Calls with a total weight of up to `waiting_max` may wait. The waiting calls of one key may not weigh more than what
-    remains free. A call that has waited for `wait_s` fails with the error that `on_timeout` makes. `on_abandoned` gets
-    each call that was cancelled after its act had begun, with its result. `on_dropped` gets each call for which no act
-    began."""
+    Calls with a total weight of up to `waiting_max` may wait. The waiting calls of one key may not weigh more than the
+    part of `waiting_max` that is still free. A call that has waited for `wait_s` fails with the error that `on_timeout`
+    makes. `on_abandoned` is called with each call that was cancelled after its act had begun, and with the call's
+    result. `on_dropped` is called with each call for which no act began."""
 
     def __init__(
         self,
@@ -188,11 +189,11 @@ class Coalescer(Generic[Call, Result]):
             asyncio.get_running_loop().call_soon(self._begin_when_idle, now_s, now_s)
 
     def _begin_when_idle(self, since_s: float, iteration_s: float) -> None:
-        """Begins acts when the event loop is idle, when calls of much weight wait, or after _BUSY_S_MAX, whichever
-        comes first. While the loop is busy, more calls most likely arrive, and can then share the act. `since_s`: the
-        time at which this method was first scheduled. `iteration_s`: the time at which this run was scheduled, one
-        iteration of the loop ago."""
-        # Do not use the loop's clock, which may stand still within an iteration.
+        """Begins acts as soon as the event loop is idle, or the waiting calls have enough weight, or _BUSY_S_MAX has
+        passed. While the loop is busy, more calls probably arrive, which can then share the act. `since_s`: the time at
+        which this method was first scheduled. `iteration_s`: the time at which this run was scheduled, one iteration of
+        the loop ago."""
+        # Do not use the loop's clock, because it may show the same time during a whole iteration.
         now_s = time.perf_counter()
         is_idle = now_s - iteration_s < _IDLE_ITERATION_S
         if is_idle or now_s - since_s > _BUSY_S_MAX or self._quota.taken >= _SECOND_ACT_WEIGHT:
@@ -201,9 +202,9 @@ class Coalescer(Generic[Call, Result]):
             asyncio.get_running_loop().call_soon(self._begin_when_idle, since_s, now_s)
 
     async def finish(self) -> None:
-        """Returns as soon as no call waits and no act runs."""
+        """Waits until no call waits and no act runs."""
         while self._acts or self._queues:
-            # Waiting calls begin within a few iterations of the loop, or when an act ends.
+            # The acts for waiting calls begin within a few iterations of the loop, or when a running act ends.
             await (asyncio.wait(self._acts) if self._acts else asyncio.sleep(0))
 
     def _fail_overdue(self) -> None:
@@ -234,8 +235,8 @@ class Coalescer(Generic[Call, Result]):
             self._acts[loop.create_task(self._run(batch))] = batch
 
     def _may_begin(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Returns whether an act may begin. A first act always may. A second act may begin if the waiting calls weigh
-        at least _SECOND_ACT_WEIGHT, or if the oldest call has waited for long."""
+        """Returns whether an act may begin. A first act may always begin. A second act may begin if the waiting calls
+        weigh at least _SECOND_ACT_WEIGHT, or if the oldest call has waited for _SECOND_ACT_AFTER_S."""
         if not self._in_flight.count:
             return True
         return len(self._acts) < self._acts_max and (
@@ -272,9 +273,9 @@ class Coalescer(Generic[Call, Result]):
             self._set_timers(loop)
 
     def _next_batch(self, besides: Set[Hashable]) -> list[_Waiting[Call, Result]]:
-        """Takes the calls for one act. Each key in turn gets an even share of the act, or one heavier call. While there
-        is room, each key then gets another share. A key whose next call does not fit comes first in the next act. The
-        keys in `besides` come last, and get nothing."""
+        """Takes the calls for one act. Each key in turn gets an even share of the act, or one call that is heavier than
+        the share. If there is still room, each key in turn gets another share. A key whose next call does not fit is
+        the first key of the next act. The keys in `besides` come last, and get nothing."""
         batch: list[_Waiting[Call, Result]] = []
         room = self._weight_max
         sharers = max(1, len(self._queues) - len(besides & self._queues.keys()))
@@ -319,7 +320,8 @@ class Coalescer(Generic[Call, Result]):
             nonlocal callers
             if result.cancelled():
                 callers -= 1
-                # The act may have committed already. If `on_abandoned` needs its results, the act goes on.
+                # All callers have cancelled their calls, so cancel the act. Do not cancel it if `on_abandoned` needs
+                # its results, because the act may have committed already.
                 if not callers and self._on_abandoned is None:
                     task.cancel()
 
@@ -347,7 +349,8 @@ class Coalescer(Generic[Call, Result]):
             self._in_flight.ended()
 
     async def _traced(self, batch: list[_Waiting[Call, Result]]) -> Sequence[Result | Exception]:
-        """Runs the act in the span of the first caller that has one; the spans of the other callers link to it."""
+        """Runs the act in the span of the first caller that has a span. The spans of the other callers link to that
+        span."""
         calls = [waiting.call for waiting in batch]
         spans = [waiting.span for waiting in batch if waiting.span is not None]
         if not spans:

@@ -1,9 +1,10 @@
 """Records on one shard in which queues consumers look for jobs, and which kinds they take, so that ExplainJob can say
-that nobody takes a job. These records are a hint (I7): nothing else reads them, and they may be wrong.
+that nobody takes a job. These records are a hint (invariant I7): nothing else reads them, and they may be wrong.
 
 A consumer is noted when it looks for jobs for the first time, and then each minute while it stays. The notes are
-written at most once a second, and the row of each queue and kind about once a minute. For a consumer that was noted
-lately, the hot path only looks up one number in memory. Without consumers, nothing is noted and nothing is written.
+written at most once a second, and the row of each queue and kind about once a minute. For a consumer that was noted a
+short time ago, the hot path only looks up one number in memory. Without consumers, nothing is noted and nothing is
+written.
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ from shard.vocabulary import OrgId, QueueName
 NOTE_S = 60.0
 # The pause after each write.
 PAUSE_S = 1.0
-# A consumer that was noted this long ago is noted again. This time is shorter than the interval at which consumers that
-# stay are noted (NOTE_S), and longer than the age from which record_consumers.sql writes a row again.
+# A consumer is noted again if its last note is older than this. This time is shorter than NOTE_S, the interval at which
+# consumers that stay connected are noted. It is longer than the age at which record_consumers.sql updates a row.
 _AGAIN_S = 50.0
-# For how long a consumer counts as present after it was seen. A few notes may come late, or get lost.
+# For how long a consumer counts as present after it was seen. This time is long enough even if a few notes are late or
+# get lost.
 SEEN_US = 180_000_000
 _FORGET_EVERY_S = 3600.0
 # Upper bound for the rows of one statement.
 _ROWS_MAX = 1_000
-# Upper bound for the pairs of a queue and a kind that wait to be written. Orgs share it fairly (I4). Further pairs are
-# not noted until these have been written.
+# Upper bound for the pairs of a queue and a kind that wait to be written. Orgs share these places fairly (invariant
+# I4). When the places are taken, no other pairs are noted until these pairs have been written.
 _NOTED_MAX = 10_000
-# If there are more consumers than this, all are forgotten. Each is noted again when it next looks for jobs.
+# If there are more consumers than this, all are forgotten, and each is noted again when it looks for jobs the next
+# time.
 _CONSUMERS_MAX = 50_000
 # The kind that is recorded for consumers that take all kinds, or have not said which kinds they take.
 ANY_KIND = ""
@@ -85,8 +88,8 @@ class ConsumersSeen:
         seen = [one for one in noted if one[0] is not None and one[:2] in exist]
         of_all_orgs = [one[1:] for one in noted if one[0] is None]
         if len(seen) + len(of_all_orgs) < len(noted):
-            # Forgets when consumers were noted, so that a consumer of a queue that does not exist yet is noted again
-            # when it next looks for jobs.
+            # Forget when consumers were noted. So a consumer of a queue that does not exist yet is noted again when it
+            # looks for jobs the next time.
             self._noted_s.clear()
         for at in range(0, len(seen), _ROWS_MAX):
             part = seen[at : at + _ROWS_MAX]

@@ -1,10 +1,10 @@
-"""The doorbell: notifies the other routers of a shard, and listens to their notifications. These say that queues may
-have new jobs, that leases have ended, that a router awaits the ends of some jobs, and that awaited jobs have ended.
-Router processes of one supervisor also tell each other directly (router/fleet/siblings).
+"""The doorbell: notifies the other routers of a shard, and listens to their notifications. The notifications say that
+queues may have new jobs, that leases have ended, that a router awaits the ends of some jobs, and that awaited jobs may
+have ended. Router processes of one supervisor also tell each other directly (router/fleet/siblings).
 
-Notifications are hints (I7), and may be lost. Waiting consumers then get the jobs only at the next sweep, and a
-consumer learns only from the answer to its next extend that its lease has ended. A router that awaits the end of a job
-looks at the job again from time to time.
+Notifications are hints (invariant I7), and may be lost. If one is lost, waiting consumers get the jobs only at the next
+sweep, or a consumer learns only from the answer to its next extend that its lease has ended. A router that awaits the
+end of a job also looks at the job from time to time.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from shard.workflow import WorkflowId
 
 _log = logging.getLogger(__name__)
 
-# The pause after a notification. Queues that are added during the pause go with the next notification. The pause is
-# longer if a notification stands for more calls. Pauses save notifications: each costs a busy server as much as a
-# statement, because the server also wakes all listeners.
+# The pause after a notification. Queues that are added during the pause are sent in the next notification. The pause is
+# longer if more calls share a notification. Pauses save notifications. Each notification costs a busy server as much as
+# a statement, because the server also wakes all listeners.
 _PAUSE_S = 0.010
 _PAUSE_S_MAX = 0.040
 # Upper bound for the queues in one notification, whose payload must be shorter than 8,000 bytes.
@@ -37,7 +37,7 @@ _QUEUES_MAX = 390
 _ALL = "*"
 # Sent instead of a router's name: a migration was run (record_migration.sql).
 _MIGRATION = "migration"
-# Sent before the queue ids: jobs have arrived from another shard, and may have been due for long.
+# Sent before the queue ids: jobs have arrived from another shard, and may have become due a long time ago.
 _ARRIVED = "+"
 # Sent before revocations.
 _REVOKED = "-"
@@ -48,15 +48,15 @@ _ENDED = "!"
 _LEASE_ENDED = QueueId(0)
 # Sent alone: a schedule may be due earlier than before.
 _SCHEDULES = "@"
-# The first word of a notification, in place of a router's name. The workflows that follow are those for which a fold
-# has left work (functions/fold_workflows.sql).
+# Sent instead of a router's name: workflows follow in which work of a fold remains (functions/fold_workflows.sql).
 _FOLD = "fold"
 # Sent alone: kinds were quarantined or released.
 _QUARANTINES = "#"
-# How many ids of jobs fit into one notification, and how many may wait to be sent. Further ids are dropped.
+# How many ids of jobs fit into one notification, and how many may wait to be sent. If that many wait, more ids are
+# dropped.
 _IDS_MAX = 230
 _IDS_WAITING_MAX = 10_000
-# Upper bound for the leases in revocations that wait to be sent. Further revocations are dropped.
+# Upper bound for the leases in revocations that wait to be sent. If that many wait, more revocations are dropped.
 _REVOKED_LEASES_MAX = 10_000
 
 
@@ -66,10 +66,10 @@ class Doorbell:
     `on_arrival` is called with the queues in which jobs arrived from another shard, and `on_revoked` with leases that
     ended at another router. `on_awaited` is called with the jobs (as 32 hexadecimal digits) whose ends another router
     awaits, and `on_ended` with awaited jobs that may have ended there. `on_schedules` is called when a schedule was
-    changed at another router, and `on_quarantines` when kinds were quarantined or released there. Both are also called
-    when notifications may have been missed. `on_fold_left` is called with workflows (the org's number and the
-    workflow's id) for which a fold of any router, also this one, has left work. `on_migration` is called after a
-    migration, and when notifications may have been missed."""
+    changed at another router, and `on_quarantines` when kinds were quarantined or released there. `on_schedules` and
+    `on_quarantines` are also called when notifications may have been missed. `on_fold_left` is called with workflows
+    (the org's number and the workflow's id) for which a fold of any router, including this router, has left work.
+    `on_migration` is called after a migration, and when notifications may have been missed."""
 
     def __init__(
         self,
@@ -113,8 +113,8 @@ class Doorbell:
         self._sending = asyncio.Lock()
 
     def ring(self, queues: Collection[QueueId], *, lease_ended: bool = False) -> None:
-        """Notifies the other routers soon of these queues. The jobs, or the ends of leases, must have been
-        committed."""
+        """Notifies the other routers of these queues, after at most a short pause. Call this after the jobs, or the
+        ends of leases, were committed."""
         if not queues:
             return
         (self._lease_ended if lease_ended else self._queues).update(queues)
@@ -122,7 +122,8 @@ class Doorbell:
         self._has_news.set()
 
     def revoke(self, revocations: Sequence[Revocation]) -> None:
-        """Notifies the other routers soon of leases that have ended. The ends must have been committed."""
+        """Notifies the other routers, after at most a short pause, of leases that have ended. Call this after the ends
+        were committed."""
         for one in revocations:
             if self._revoked_leases + len(one.leases) <= _REVOKED_LEASES_MAX:
                 self._revoked.append(one)
@@ -131,25 +132,27 @@ class Doorbell:
         self._has_news.set()
 
     def tell_awaited(self, jobs: Collection[str]) -> None:
-        """Notifies the other routers soon that this one awaits the ends of these jobs."""
+        """Notifies the other routers, after at most a short pause, that this router awaits the ends of these jobs."""
         self._tell(_AWAITED, jobs)
 
     def tell_ended(self, jobs: Collection[str]) -> None:
-        """Notifies the other routers soon that these jobs may have ended. The change must have been committed."""
+        """Notifies the other routers, after at most a short pause, that these jobs may have ended. Call this after the
+        change was committed."""
         self._tell(_ENDED, jobs)
 
     def tell_schedules(self) -> None:
-        """Notifies the other routers soon that a schedule may be due earlier. The change must have been committed."""
+        """Notifies the other routers, after at most a short pause, that a schedule may be due earlier. Call this after
+        the change was committed."""
         self._tell_alone(_SCHEDULES)
 
     def tell_quarantines(self) -> None:
-        """Notifies the other routers soon that kinds were quarantined or released. The change must have been
-        committed."""
+        """Notifies the other routers, after at most a short pause, that kinds were quarantined or released. Call this
+        after the change was committed."""
         self._tell_alone(_QUARANTINES)
 
     def hints_lost(self) -> None:
-        """Makes all routers, also this one, look into all queues for which consumers wait. Call this if something may
-        have been changed on this shard and nobody knows what (Database.hints_lost)."""
+        """Makes all routers, including this router, look into all queues for which consumers wait. Call this if
+        something may have been changed on this shard and nobody knows what (Database.hints_lost)."""
         self._on_lease_ended(None)
         self._on_ring(None)
         self._tell_alone(str(_LEASE_ENDED))

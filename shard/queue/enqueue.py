@@ -1,8 +1,10 @@
-"""Enqueues jobs on one shard: each job once, each call wholly or not at all, many calls in one statement.
+"""Enqueues jobs on one shard. Stores each job once, and either all jobs of a call or none. One statement serves many
+calls.
 
-A bad call does not harm the others. A call that is invalid (its ids are too old, or its slot is not owned here) gets
-its error, and the statement runs again without this call. Jobs that the shard knows already are looked up, for all
-calls at once. If Postgres refuses a row, bisection finds the call with that row (shard/queue/bisect_errors.py).
+A bad call does not harm the others. A call is invalid if its ids are too old, or if this shard does not own its org's
+slot. An invalid call gets its error, and the statement runs again without this call. Jobs that the shard knows already
+are looked up, for all calls at once. If Postgres refuses a row, bisection finds the call with that row
+(shard/queue/bisect_errors.py).
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from shard.queue.queue_ids import QUEUES_MAX, Name, NewQueuesLocked, QueueIds
 from shard.queue.row_locks import JobRow, KeyRow, RowLocks
 from shard.vocabulary import SPARSE_COLUMNS, JobId, JobState, Known, Micros, NewJobs, OrgId, QueueId, Slot
 
-# How often a statement is tried again after its obstacle was removed. Each try removes one obstacle for good.
+# How many times a statement is tried, if the reason of each failure can be removed. A removed reason does not come
+# back.
 _TRIES_MAX = 6
 _HOUR_MS = 3_600_000
 # How each sparse column of NewJobs is sent.
@@ -37,7 +40,7 @@ SPARSE_ENCODERS = {
 }
 # The sparse columns that enqueue_plain.sql takes. Jobs with any other sparse column need enqueue.sql.
 _PLAIN = frozenset({"priorities", "traces"})
-# The time that the shard returned last is used for this long to refuse ids that are far too old.
+# For this long, the time that the shard returned last is used to refuse ids that are far too old.
 _HINT_NS = 2_000_000_000
 
 
@@ -51,18 +54,18 @@ class Enqueuer:
         self._key_locks = row_locks.of_keys(database)
         self._database = database
         self._names = names
-        # The time that the shard returned last, and the time by time.monotonic_ns at which it was read. This is a hint
-        # (I7).
+        # The time that the shard returned last, and the time, by time.monotonic_ns, at which this process got it. This
+        # is a hint (invariant I7).
         self._shard_time_us = 0
         self._shard_time_read_ns = -_HINT_NS
 
     def refuse_outside_horizon(self, ids: Sequence[str]) -> None:
-        """Refuses ids that are far too old, without asking the shard: a refused call must cost less than a served one.
-        Ids of the future are left to the shard: if the shard's clock was set back, new ids seem to be of the future.
-        Raises IdsOutsideHorizon."""
+        """Refuses ids that are far too old, without asking the shard, because a refused call must cost less than a call
+        that is served. Does not refuse ids from the future: if the shard's clock was set back, new ids seem to be from
+        the future. The shard decides about such ids. Raises IdsOutsideHorizon."""
         since_ns = time.monotonic_ns() - self._shard_time_read_ns
         if since_ns >= _HINT_NS:
-            # The remembered time is too old: since it was read, the shard's clock may have been set. The enqueue
+            # The remembered time is too old, because somebody may have set the shard's clock since then. The enqueue
             # statement checks the ids by the shard's present time.
             return
         now_us = self._shard_time_us + since_ns // 1000
@@ -70,8 +73,8 @@ class Enqueuer:
             raise IdsOutsideHorizon(_outside(ids, now_us), now=Micros(now_us))
 
     async def enqueue(self, calls: Sequence[Call]) -> Sequence[dict[int, JobId] | Exception]:
-        """Stores the jobs of each call, all or none. Returns for each call the positions of jobs that were known
-        already, each with the id of the known job, or the call's error."""
+        """Stores all jobs of each call, or none. Returns for each call the call's error, or the positions of jobs that
+        were known already, each with the id of the known job."""
         try:
             return await bisect_errors(self._store, [PendingEnqueue(call) for call in calls])
         finally:
@@ -80,7 +83,7 @@ class Enqueuer:
                     call.handover.tell(RESULT_UNKNOWN)
 
     async def _store(self, calls: Sequence[PendingEnqueue]) -> list[dict[int, JobId] | Exception]:
-        """Tries until every job is stored, known or refused. Raises ROW_ERRORS."""
+        """Repeats its steps until every job is stored, known or refused. Raises ROW_ERRORS."""
         await self._refuse_locked(calls, self._job_locks.expect, self._key_locks.expect)
         pending = [call for call in calls if call.remaining]
         tries = 0
@@ -95,7 +98,7 @@ class Enqueuer:
                     if call.remaining:
                         call.refuse(error)
             pending = [call for call in pending if call.remaining]
-            # A round that refused or finished a call does not count as a try of the other calls.
+            # If a round has refused or finished a call, it does not count as a try for the other calls.
             tries += len(pending) == before
         for call in pending:
             why = f"{len(call.remaining)} job(s) of org {call.jobs.org!r} kept changing during the enqueue; try again"
@@ -254,7 +257,7 @@ class Enqueuer:
     async def _refuse_ids(self, calls: Sequence[Call], now: int) -> NoReturn:
         """Refuses the calls with ids outside the horizon. Raises _Refused, ClockSetBack."""
         if max(made_at_ms(max(jobs.ids)) for jobs, _, _ in calls) > bounds_ms(now)[1]:
-            # If the shard's clock was set back, new ids seem to be of the future.
+            # If the shard's clock was set back, new ids seem to be from the future.
             await self._clock.record()
             self._clock.check()
         raise _Refused(_outside_horizon(calls, now))
@@ -295,8 +298,8 @@ class Enqueuer:
 
     async def describe(self, batches: Sequence[tuple[NewJobs, Sequence[JobId]]]) -> list[dict[int, Known]]:
         """Describes the known jobs that enqueues found instead of storing duplicates. Each batch has the jobs that were
-        sent, and for each of them the id of the known job. Returns for each batch, by position, the descriptions of the
-        known jobs that are still there."""
+        sent, and for each of these jobs the id of the known job. Returns for each batch, by position, the descriptions
+        of the known jobs that the shard still has."""
         sent = _merged([jobs for jobs, _ in batches])
         ids = [job_id for _, found in batches for job_id in found]
         origins = [(index, at) for index, (jobs, _) in enumerate(batches) for at in range(len(jobs))]
@@ -321,9 +324,9 @@ class Enqueuer:
 
 
 async def find_refused(database: Database, callers: Sequence[tuple[OrgId, int]]) -> dict[int, NotOwned]:
-    """Finds the callers whose jobs this shard refuses: it does not own the slot of their org, or has owned the slot
-    only since a later epoch than the caller's. `callers`: the org and the epoch of each caller. Returns the index of
-    each refused caller, and its error."""
+    """Finds the callers whose jobs this shard refuses. The shard does not own the slot of their org, or owns the slot
+    only since an epoch that is later than the caller's epoch. `callers`: the org and the epoch of each caller. Returns
+    the index of each refused caller, and its error."""
     rows: list[tuple[int, Slot, str, int]] = await database.run(
         statements.FIND_REFUSED_SLOTS,
         {
@@ -348,9 +351,9 @@ class _Refused(Exception):
 
 
 class _AlreadyKnown(Exception):
-    """Nothing was stored, because a job of the calls has already finished or died, or because a job with the same id is
-    live. In the second case, enqueue_plain.sql always stores nothing. enqueue.sql stores nothing only if it has taken
-    a free dedup key for the new job, because the key must stay free."""
+    """Nothing was stored, because a job of the calls has already finished or died, or because a live job has the same
+    id. With enqueue_plain.sql, every live job with the same id causes this error. With enqueue.sql, such a job causes
+    it only if the statement has taken a free dedup key for the new job, because the key must remain free."""
 
 
 def _outside(ids: Sequence[str], now_us: int) -> list[int]:
@@ -369,8 +372,8 @@ def _outside_horizon(calls: Sequence[Call], now: int) -> dict[int, Exception]:
 
 
 def _without_shared_ids(calls: Sequence[PendingEnqueue]) -> Sequence[PendingEnqueue]:
-    """Returns the calls for one statement: no two calls of one org have an id in common. The other calls wait for a
-    later statement, each as a whole, because one statement must store all new jobs of a call."""
+    """Returns the calls for one statement. Among these, no two calls of one org have an id in common. The other calls
+    wait for a later statement. A call is never split, because one statement must store all new jobs of a call."""
     if len(calls) == 1:
         return calls
     ids = [job_id for call in calls for job_id in call.jobs.ids]
@@ -407,7 +410,7 @@ def _key_rows(call: PendingEnqueue) -> Iterator[KeyRow]:
 
 
 def _least_epochs(calls: Sequence[Call]) -> dict[Name, int]:
-    """Returns the queues of these calls, each with the lowest epoch of the calls that bring jobs for it."""
+    """Returns the queues of these calls, each with the lowest epoch of the calls that have jobs for this queue."""
     epochs: dict[Name, int] = {}
     for jobs, _, epoch in calls:
         for queue in set(jobs.queues):

@@ -1,5 +1,5 @@
-"""Reads the facts that decide when a job, or the first job of a queue, is leased. ExplainJob and ExplainQueue use them,
-and router/codec/causes.py draws the conclusions."""
+"""Reads the facts that decide when a job, or the first job of a queue, is leased. ExplainJob and ExplainQueue use these
+facts. router/codec/causes.py derives the causes from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shard.queue.consumers_seen import SEEN_US
 from shard.vocabulary import JobId, Micros, OrgId, QueueName
 from shard.workflow import NodeOf
 
-# Ready jobs are counted up to this number, so that the call takes no longer for a large backlog.
+# Ready jobs are counted only up to this number, so that the call is fast even if the backlog is large.
 COUNTED_MAX = 1_000
 # The explanation of a queue looks at no more than this many jobs of each priority that become visible later.
 _NEXT_MAX = 100
@@ -37,15 +37,16 @@ class GroupFacts(NamedTuple):
     """Why a job waits for a slot of its group."""
 
     group: str
-    # How many jobs of the group may be leased, how many have a slot, and how many of these are leased.
+    # How many jobs of the group may be leased at the same time, how many have a group slot, and how many of those are
+    # leased.
     concurrency: int
     taken: int
     leased: int
-    # The job of the group whose lease ends first; if no job is leased, the job with the first slot. None: no slot is
-    # taken.
+    # The job of the group whose lease ends first. If no job of the group is leased, the job with the first slot. None:
+    # no slot is taken.
     holder_id: JobId | None
     worker: str | None
-    # The time at which the lease of that job ends. None: it is not leased.
+    # The time at which the lease of that job ends. None: that job is not leased.
     until: Micros | None
     # How many jobs of the group wait before the explained job; at most COUNTED_MAX + 1.
     ahead: int
@@ -61,7 +62,7 @@ class BlockedFacts(NamedTuple):
     has_signal: bool
     # Whether its workflow is paused.
     paused: bool
-    # The names of some nodes that it waits for and that have not ended. None: there is no such node.
+    # The names of some nodes for which the node waits and which have not ended. None: there is no such node.
     waits_for: Sequence[str] | None
     # How many such nodes there are; at most COUNTED_MAX + 1.
     left: int
@@ -76,7 +77,7 @@ class QuarantineFacts(NamedTuple):
     crashes: int
     # None: crashes caused the quarantine; no operator ordered it.
     reason: str | None
-    # None: a trial is under way, or no trials are made.
+    # None: a trial has not ended yet, or no trials are made.
     next_trial_at: Micros | None
     trial_id: JobId | None
     trial_at: Micros | None
@@ -89,17 +90,16 @@ class LiveFacts(NamedTuple):
 
     now: Micros
     visible_at: Micros
-    # Whether it has a lease, which may have expired.
+    # Whether the job has a lease, which may have expired.
     leased: bool
     gives_jobs: bool
     # How many ready jobs with a smaller priority, and how many with the same priority, come before this job; together
     # at most COUNTED_MAX + 1.
     more_urgent: int
     earlier: int
-    # The time at which the job is moved to priority 1 because it has waited for long. None: it is never moved, or has
-    # priority 1 already.
+    # The time at which ageing moves the job to priority 1. None: the job is never moved, or has priority 1 already.
     goes_first_at: Micros | None
-    # Whether it waits for a slot of its group, or is set aside.
+    # Whether the job waits for a slot of its group, or is set aside.
     waits: bool
     consumers: ConsumersOf
 
@@ -111,7 +111,7 @@ class JobFacts(NamedTuple):
     record: JobRecord | None
     # Only for a live job that is not on its way to another shard.
     live: LiveFacts | None = None
-    # Whether it is on its way to another shard.
+    # Whether the job is on its way to another shard.
     departing: bool = False
     # Only for a job that waits for a slot of its group.
     group: GroupFacts | None = None
@@ -128,7 +128,7 @@ class QueueFacts(NamedTuple):
 
     now: Micros
     gives_jobs: bool
-    # How many jobs are ready, at most COUNTED_MAX + 1, and the one that is claimed first.
+    # How many jobs are ready, at most COUNTED_MAX + 1. The next fields describe the ready job that is claimed first.
     ready: int
     first_id: JobId | None
     first_kind: str | None
@@ -175,8 +175,8 @@ async def read_live(
 
 
 async def read_group(database: Database, org: OrgId, queue: QueueName, job_id: JobId) -> GroupFacts | None:
-    """Returns the facts about the group for whose slot the job waits. None: it does not wait for a slot of its group.
-    Raises ShardUnavailable."""
+    """Returns the facts about the group for whose slot the job waits. None: the job does not wait for a slot of its
+    group. Raises ShardUnavailable."""
     parameters = {"org": org, "queue": queue, "id": job_id, "jobs_max": COUNTED_MAX + 1}
     for row in await database.run(statements.EXPLAIN_GROUP, parameters):
         return GroupFacts._make(row)

@@ -1,8 +1,9 @@
 """Finds groups that have a free slot and a job that waits for it, and gives the slots to the jobs.
 
-Triggers fill a slot in the transaction that frees it (migrations/0014_groups.sql). So such groups are rare. They exist
-after the queue's group_concurrency was raised, and after a move. There is a third case: a transaction skips the first
-waiting job because another transaction has locked it, and then that other transaction rolls back.
+Triggers fill a slot in the transaction that frees it (migrations/0014_groups.sql). So groups with a free slot and a
+waiting job are rare. They exist after the queue's group_concurrency was raised, and after a move. They also exist if a
+transaction has skipped the first waiting job because another transaction had locked it, and that other transaction was
+then rolled back.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class Groups:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        # The last group that the latest sweep reached; None: it reached all groups.
+        # The last group that the latest sweep reached. None: the sweep reached all groups.
         self._reached: tuple[QueueId, str] | None = None
 
     async def sweep(self, queues: Sequence[QueueId]) -> set[QueueId]:
-        """Fills the free slots of up to 1,000 groups of these queues. The next sweep goes on after the last of these
+        """Fills the free slots of up to 1,000 groups of these queues. The next sweep begins after the last of these
         groups. Returns the queues in which this sweep has filled slots. Raises ShardUnavailable."""
         ordered = sorted(queues)
         after = ""

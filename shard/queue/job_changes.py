@@ -1,5 +1,5 @@
-"""Changes of jobs by id: cancel, alter, redrive, signal. A job that moves between tables, or that another session has
-locked, is tried again."""
+"""Changes of jobs by id: cancel, alter, redrive, signal. If a job moves between tables during the change, or another
+session has locked it, the change of this job is tried again."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from shard.queue.row_locks import JobRow, RowLocks
 from shard.vocabulary import Alteration, Answer, JobId, OrgId, QueueId, Signalled
 from shard.workflow import NodeOf
 
-# How often a change is tried again for jobs that moved between tables, or were locked, while it ran.
+# How many times a change is tried for jobs that moved between tables, or were locked, while the statement ran.
 _TRIES_MAX = 6
 
 
 class _Changed(NamedTuple):
-    """What a statement has changed: the answers for its jobs. `ran_before`: see Rows in shard/postgres/pool.py."""
+    """The answers for the jobs that a statement has changed. `ran_before`: see Rows in shard/postgres/pool.py."""
 
     answers: dict[JobId, Answer]
     ran_before: bool = False
@@ -34,7 +34,7 @@ class _Changed(NamedTuple):
 
 class JobChanges:
     """Changes jobs of one shard. `get` returns the jobs with these ids, without their large columns. `visible`,
-    `revoked` and `settled` are called as the callbacks of a Store (shard/queue/store.py)."""
+    `revoked` and `settled` are callbacks of a Store (shard/queue/store.py)."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class JobChanges:
         if "repeated" in outcomes:
             # The commit of the earlier signal may still be waiting for the standby.
             await self._database.run(postgres_statements.WAIT_FOR_STANDBY, {})
-        # If the answer of a run was lost, the next run finds the signal of the first one, and says "repeated". At most
-        # one call may be told that its signal counts.
+        # If the answer of the first run was lost, the next run finds the signal of the first run, and returns
+        # "repeated". At most one call may be told that its signal counts.
         return Signalled(answer, is_first="taken" in outcomes)
 
     async def cancel(self, org: OrgId, ids: Sequence[JobId], *, reason: str) -> list[Answer]:
@@ -96,7 +96,7 @@ class JobChanges:
             return _Changed({JobId(name): Answer.DEPARTING if departing else Answer.OK for name, departing, *_ in rows})
 
         # If a job moved between the tables job and dead while the statement read them, the statement may not find it.
-        # Such a job has none of these states, and is tried again.
+        # Such a job has none of the states below, so its change is tried again.
         return await self._change(org, ids, act, {"cancelled": Answer.OK, "succeeded": Answer.STALE})
 
     async def alter(self, org: OrgId, ids: Sequence[JobId], alteration: Alteration) -> list[Answer]:
@@ -130,8 +130,8 @@ class JobChanges:
     ) -> list[Answer]:
         """Changes jobs by id. `act` changes the jobs that it can change, and returns the answers for them. `missed_in`:
         the answers for the other jobs, by their state. A job in none of these states has changed while the statement
-        ran, and is tried again. `changed_in`: if a run whose answer was lost may have changed a job, and the job is in
-        one of these states, the answer is OK."""
+        ran, so its change is tried again. `changed_in`: states in which the answer is OK if an earlier run, whose
+        answer was lost, may have changed the job."""
         answers: dict[JobId, Answer] = {}
         done_before: list[JobId] = []
         ran_before = False
@@ -170,7 +170,7 @@ class JobChanges:
             if done_before:
                 # The commit of the earlier call may still be waiting for the standby.
                 await self._database.run(postgres_statements.WAIT_FOR_STANDBY, {})
-                # The run that ended these jobs may have told nobody, because its answer was lost.
+                # The answer of the run that ended these jobs may be lost. Then nobody was notified, so notify now.
                 self._settled(map(to_hex, done_before))
             return [answers[job_id] for job_id in ids]
         raise ShardUnavailable(

@@ -39,15 +39,16 @@ class Handover:
     once to their takers. `done` is called exactly once with the result, even if the caller was cancelled.
 
     A job that is in neither `Handed.positions` nor `Handed.waiting` was not leased, unless the shard's answer was lost.
-    The caller cannot tell, so it releases the job's lease, unless the result is `sure`."""
+    The caller does not know whether the answer was lost. So it releases the job's lease, unless the result is
+    `sure`."""
 
     takers: Mapping[int, Taker]
     done: Callable[[Handed], None]
     # An insert that begins after this time (by time.monotonic) leases nothing to the takers.
     until_s: float = math.inf
     _is_done: bool = False
-    # True if each job of `takers` was handed over, or waits for a slot of its group: then no consumer need be woken for
-    # these jobs.
+    # True if each job of `takers` was handed over, or waits for a slot of its group. Then nobody need wake a consumer
+    # for these jobs.
     is_complete: bool = False
 
     def tell(self, handed: Handed) -> None:
@@ -61,7 +62,7 @@ class Handover:
 class Call(NamedTuple):
     jobs: NewJobs
     handover: Handover | None
-    # The epoch of the placement by which the caller sends the jobs here.
+    # The epoch of the placement that named this shard to the caller.
     epoch: int
 
 
@@ -85,14 +86,14 @@ class PendingEnqueue:
     __slots__ = ("call", "duplicates", "error", "known", "remaining")
 
     def __init__(self, call: Call) -> None:
-        # The call, whose handover is removed as soon as the hand-over is done.
+        # The call. Its `handover` is set to None as soon as the hand-over is done.
         self.call = call
         # The positions of its jobs that are neither stored nor known yet.
         self.remaining: Sequence[int] = range(len(call.jobs.ids))
         self.known: dict[int, JobId] = {}
         self.error: Exception | None = None
-        # Positions whose id occurs earlier in this call, each with the first position of that id. An id is one job:
-        # only the first position is sent to the shard, and the later positions get the answer of the first.
+        # Positions whose id occurs earlier in this call, each with the first position of that id. An id stands for one
+        # job. So only the first position is sent to the shard, and the later positions get the same answer.
         self.duplicates: dict[int, int] = {}
         ids = call.jobs.ids
         if len(set(ids)) < len(ids):
@@ -101,8 +102,8 @@ class PendingEnqueue:
                 if first.setdefault(job_id, at) != at:
                     self.duplicates[at] = first[job_id]
             self.remaining = list(first.values())
-            # A call that names an id twice hands nothing over: to release the lease of the second position would end
-            # the lease of the first one.
+            # A call that names an id twice hands nothing over, because releasing the lease of the second position would
+            # end the lease of the first position.
             self.call = call._replace(handover=None)
 
     @property
@@ -134,7 +135,7 @@ class PendingEnqueue:
         return self.known
 
     def add_stored(self, inserted: Inserted, first: int) -> None:
-        """Removes the stored jobs from the remaining ones, and completes the hand-over. `first`: the position, in the
+        """Removes the stored jobs from `remaining`, and completes the hand-over. `first`: the position, in the
         statement, of this call's first remaining job."""
         jobs, handover, epoch = self.call
         if inserted.stored is None:
@@ -149,7 +150,8 @@ class PendingEnqueue:
                 slots = dict(zip(self.remaining, inserted.group_slots[first:], strict=False))
                 slotless = {at for at in leased if at in jobs.groups and slots[at] is None}
                 leased = [at for at in leased if at not in slotless]
-                # If the statement did not store a job that was known already, one of these jobs may have got its slot.
+                # If the statement did not store one of its jobs, because that job was known already, one of the jobs
+                # without a slot may have got that job's slot.
                 waiting = slotless if inserted.stored is None else ()
             handover.tell(Handed(leased, waiting, inserted.now, inserted.max_attempts))
         if stored is self.remaining:

@@ -3,9 +3,9 @@ them (docs/decisions/0064-kinds-that-crash-their-workers.md).
 
 Claims record crashes and set jobs of quarantined kinds aside. Sweeps judge the crashes, let one job of a kind through
 at a time, and release the jobs that are set aside when their kind is no longer quarantined. This process remembers
-which kinds are quarantined, from one sweep or notification to the next. This is a hint (I7): a claim asks the database
-about each job whose kind is remembered, and about each job whose lease had expired. So a wrong hint only lets a few
-jobs through, or costs a statement.
+which kinds are quarantined, and reads them again at each sweep or notification. What it remembers is a hint (invariant
+I7): a claim asks the database about each job whose kind is remembered, and about each job whose lease had expired. So a
+wrong hint only lets a few jobs through, or costs a statement.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from shard.vocabulary import Claimed, JobId, JobState, Micros, OrgId, Outcome, Q
 
 _log = logging.getLogger(__name__)
 
-# The pause before the first trial of a kind. It doubles after each trial that crashes.
+# The pause before the first trial of a kind. The pause doubles after each trial that crashes.
 PAUSE_S = 60
 PAUSE_S_MAX = 3600
-# How many kinds of an org may be quarantined on a shard. Every router process reads all of them at each change.
+# How many kinds of an org may be quarantined on a shard. After each change, every router process reads all of these
+# kinds.
 KINDS_MAX = 1_000
 # How many kinds one sweep judges by their crashes, and how many trials one sweep begins.
 _JUDGED_MAX = 20
@@ -51,7 +52,7 @@ class Verdict(Enum):
     WAITS = auto()
     PROPER = auto()
     CRASHED = auto()
-    # The job was cancelled, or is not known any more. The trial has shown nothing.
+    # The job was cancelled, or the shard does not know it any more. The trial has shown nothing.
     GONE = auto()
 
 
@@ -89,9 +90,9 @@ class Quarantine:
     async def contain(
         self, org: OrgId, jobs: Sequence[Claimed], ending: Collection[JobId], *, lease: int
     ) -> set[JobId]:
-        """Looks at jobs that were just leased under this lease number. Records crashes, and sets aside the jobs whose
-        kind is quarantined. Returns the jobs that keep their lease. `ending`: the jobs that are about to be marked dead
-        or cancelled, because they have no attempt left or are past their expires_at."""
+        """Checks jobs that were just leased with this lease number. Records crashes, and sets aside the jobs whose kind
+        is quarantined. Returns the jobs that keep their lease. `ending`: the jobs that the caller is about to mark dead
+        or to cancel, because they have no attempt left or their `expires_at` has passed."""
         rows: list[tuple[str]] = await self._database.run(
             statements.CONTAIN,
             {
@@ -199,7 +200,7 @@ class Quarantine:
                 )
 
     async def _acquitted(self, org: OrgId, jobs: Sequence[JobId]) -> set[JobId]:
-        """Returns those of these jobs whose crashes no longer count."""
+        """Returns the jobs, of those given, whose crashes no longer count."""
         acquitted: set[JobId] = set()
         while jobs:
             records = await self._get(org, jobs)
@@ -243,8 +244,8 @@ def verdict(record: JobRecord | None, trial_at: Micros) -> Verdict:
 
 
 def _ended_properly(record: JobRecord) -> bool:
-    """Returns whether a crash of this job no longer counts: the job has succeeded or was cancelled, or its latest
-    attempt that was not released has not expired."""
+    """Returns whether a crash of this job no longer counts. This is so if the job has succeeded or was cancelled, or if
+    its latest attempt, without released attempts, has not expired."""
     if record.state in (JobState.SUCCEEDED.value, JobState.CANCELLED.value):
         return True
     last = next((one.outcome for one in reversed(record.attempts()) if one.outcome is not Outcome.RELEASED), None)

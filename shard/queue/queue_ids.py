@@ -1,6 +1,6 @@
-"""Maps queue names to the queue ids of one shard. The ids are made by the database and remembered here. The enqueue and
-claim statements check every id against its name, so a wrong id (after a backup was restored, or with another database
-behind the same DSN) is noticed and does no harm."""
+"""Maps queue names to the queue ids of one shard. The database makes the ids, and this module remembers them. The
+enqueue and claim statements check every id against its name, so a wrong id (after a backup was restored, or with
+another database behind the same DSN) is noticed and does no harm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUEUES_MAX = 10_000
 _REMEMBERED_MAX = 200_000
 # Queues per statement.
 _BATCH_MAX = 1000
-# How many tries `find` and `make` have: two names may have had the same id, or an org may have been erased meanwhile.
+# How many times `find` and `make` try. They try again if two names have the same id, or if an org is erased meanwhile.
 _TRIES_MAX = 6
 
 # The full name of a queue: its org, and its name in the org.
@@ -46,7 +46,7 @@ class QueueIds:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._queue_ids: dict[Name, QueueId] = {}
-        # The names of queues by their ids. A doorbell or a walk gives ids, for which the names are then looked up.
+        # The names of queues by their ids. A notification or a walk returns ids, whose names are then looked up.
         self._names: dict[QueueId, Name] = {}
         self._locks = row_locks.of_names(database)
 
@@ -72,7 +72,7 @@ class QueueIds:
         return found
 
     async def names_of(self, queue_ids: Collection[QueueId]) -> dict[QueueId, Name]:
-        """Returns the names of the queues with these ids, as far as they exist."""
+        """Returns the names of the queues with these ids. Leaves out ids without a queue."""
         found = {number: name for number in queue_ids if (name := self._names.get(number)) is not None}
         missing = [number for number in queue_ids if number not in found]
         for at in range(0, len(missing), _BATCH_MAX):
@@ -99,7 +99,8 @@ class QueueIds:
         """Returns the ids of these queues, and makes the queues that do not exist. A queue is missing from the result
         if its org already has QUEUES_MAX queues. `check` is called with the shard's time before any queue is made. If
         `check` raises an error, nothing is changed. Raises NewQueuesLocked."""
-        # If an org is erased meanwhile, its new queues are erased too. They are made again, for a new org of that name.
+        # If an org is erased meanwhile, its new queues are erased too. The next try makes them again, for a new org of
+        # that name.
         for _ in range(_TRIES_MAX):
             found = await self.find(queues)
             missing = [queue for queue in queues if queue not in found]
@@ -116,7 +117,7 @@ class QueueIds:
         raise ShardUnavailable(self._database.name, "orgs that need new queues are being erased; try again")
 
     async def make_names(self, queue: Name) -> bool:
-        """Makes the rows that a new queue needs: that of its org, and that of its name. Returns False if its org
+        """Makes the rows that a new queue needs: the row of its org, and the row of its name. Returns False if its org
         already has QUEUES_MAX queues. Raises NewQueuesLocked."""
         if not await self.find([queue]) and not await self._within_limit([queue]):
             return False
@@ -125,8 +126,8 @@ class QueueIds:
         return True
 
     async def _make(self, queues: list[Name], make: Callable[[list[Name]], Awaitable[None]]) -> set[Name]:
-        """Makes queues by `make`. Returns those that could not be made because another session locks the row of their
-        org or of their name."""
+        """Calls `make` for these queues. Returns the queues that could not be made, because another session locks the
+        row of their org or of their name."""
         locked = await self._locks.expect(queues)
         for _ in range(row_locks.TRIES_MAX):
             free = [queue for queue in queues if queue not in locked]
@@ -141,14 +142,15 @@ class QueueIds:
         raise RowLocked(self._database.name, "something that new queues need")
 
     async def _make_all(self, queues: list[Name]) -> None:
-        # Two transactions, so that the second sees rows that other sessions have committed. Both may be repeated.
+        # Use two transactions, so that the second transaction sees rows that other sessions have committed. Each of the
+        # two statements may be repeated.
         await self._insert_names(queues)
         await self._database.run(placement_statements.INSERT_QUEUES, {**_columns(queues), "relisted": True})
 
     async def _insert_names(self, queues: list[Name]) -> None:
-        # The slots are used for orgs that have no row here yet. A pinned org that has a row keeps the slot of that row.
-        # A pinned org without a row gets the slot of its hash here, and its own slot before either slot moves
-        # (shard/placement/pins.py).
+        # The slots are used only for orgs that have no row on this shard yet. An org that has a row keeps the slot of
+        # that row. A pinned org without a row gets its hash slot now. It gets its own slot later, before one of these
+        # two slots moves (shard/placement/pins.py).
         slots = {org: slot_of(org) for org, _ in queues}
         names = {
             "orgs": arrays.texts(list(slots)),
@@ -175,7 +177,7 @@ class QueueIds:
         return fitting
 
     async def prove(self, queue_ids: Collection[QueueId]) -> None:
-        """Checks these ids in the database. Forgets all ids if one of them is remembered for the wrong queue: otherwise
+        """Checks these ids in the database. Forgets all ids if one of them is remembered for the wrong queue. Otherwise
         claims of that queue would find nothing."""
         checked = set(queue_ids)
         remembered = [(number, *name) for name, number in self._queue_ids.items() if number in checked]
@@ -187,7 +189,7 @@ class QueueIds:
                 return
 
     def forget(self) -> None:
-        """Forgets all ids, after one proved wrong."""
+        """Forgets all ids. Call this when one of them is wrong."""
         self._queue_ids.clear()
         self._names.clear()
 

@@ -13,13 +13,13 @@ from shard.queue import statements
 from shard.queue.queue_ids import QueueIds
 from shard.vocabulary import Micros, OrgId, QueueId, QueueName
 
-# This many low bits of a queue's id are the id of its org. The bits above them are the id of its name.
+# How many low bits of a queue's id hold the id of its org. The bits above them hold the id of its name.
 _ORG_BITS = 32
 
 
 class Found(NamedTuple):
-    """A queue that has live jobs. `first_us`: the time at which the first of them is or becomes visible, by the shard's
-    clock. None: the queue gives no jobs."""
+    """A queue that has live jobs. `first_us`: the time, by the shard's clock, at which the first of these jobs became
+    or becomes visible. None: the queue gives no jobs."""
 
     queue_id: QueueId
     org: OrgId
@@ -43,13 +43,13 @@ class QueueWalk:
         self._names = names
 
     async def name_ids(self, queues: Collection[QueueName]) -> dict[QueueName, int]:
-        """Returns the ids of these queue names, as far as they exist on the shard."""
+        """Returns the ids of these queue names. Leaves out names that the shard does not have."""
         rows = await self._database.run(statements.FIND_NAME_IDS, {"queues": arrays.names(queues)})
         return dict(rows)
 
     async def walk(self, queue: QueueName, name_id: int, *, after: QueueId | None, queues_max: int) -> Walked:
-        """Returns the next queues of this name that have live jobs. The walk goes on after the queue with the id
-        `after`. If that is None, the walk begins with the first queue."""
+        """Returns the next queues of this name that have live jobs. The walk continues after the queue with the id
+        `after`. If `after` is None, the walk begins with the first queue."""
         last = (name_id + 1 << _ORG_BITS) - 1
         parameters = {
             "first": (name_id << _ORG_BITS) if after is None else after + 1,

@@ -1,4 +1,5 @@
-"""Leases that were not ended by their consumer. A revocation is a hint for that consumer (I7). Pure.
+"""Leases that ended although their consumer did not end them. A revocation is a hint for that consumer (invariant I7).
+Pure.
 
 A router that cancels a leased job, or leases a job again after its lease expired, learns which lease has ended. The
 routers tell each other by notifications (shard/queue/doorbell.py), and each router tells its own consumers.
@@ -14,8 +15,8 @@ from shard.vocabulary import Answer, Lease, OrgId
 
 # A notification must be shorter than 8,000 bytes, and its sender's name comes before the text.
 _TEXT_BYTES_MAX = 7_900
-# Upper bound for the leases in one part of a notification. A lease takes up to 58 bytes. The name of the org and that
-# of the worker have up to 128 bytes each, and take up to 768 bytes each as JSON.
+# Upper bound for the leases in one part of a notification. A lease takes up to 58 bytes. The names of the org and of
+# the worker have up to 128 bytes each, which take up to 768 bytes each as JSON.
 _LEASES_MAX = 100
 
 
@@ -29,8 +30,8 @@ class Revocation(NamedTuple):
 
     @classmethod
     def by_worker(cls, org: OrgId, answer: Answer, ended: Iterable[tuple[str, Lease]]) -> list[Revocation]:
-        """Returns one revocation for each worker of `ended`, which has pairs of a worker and a lease. Leases of
-        consumers without a name are left out: the revocation would reach all such consumers of the org."""
+        """Returns one revocation for each worker of `ended`, which has pairs of a worker and a lease. Leaves out leases
+        of consumers without a name, because the revocation would reach all consumers of the org that have no name."""
         leases: dict[str, list[Lease]] = {}
         for worker, lease in ended:
             if worker:

@@ -1,9 +1,10 @@
 """Finds rows that other sessions keep locked, so that the calls that need them can be refused.
 
-A statement that serves many calls waits only a moment for a lock (shard/postgres/pool.py). If it does not get the lock,
-it has done nothing. Then the locked rows are found without waiting, the calls that need them are refused, and the other
-calls run again. Locked rows are remembered, so that the next call for one of them makes nobody wait. The memory is a
-hint: each row in it is looked at again before a call is refused because of it.
+A statement that serves many calls waits only a short time for a lock (shard/postgres/pool.py). If it does not get the
+lock, it has done nothing. Then this module finds the locked rows without waiting. The calls that need these rows are
+refused, and the other calls run again. Locked rows are remembered, so that the next call that needs one of them does
+not make other calls wait. What is remembered is only a hint: each remembered row is checked again before a call is
+refused because of it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from shard.postgres.pool import Database
 from shard.queue import statements
 from shard.vocabulary import OrgId, QueueName
 
-# How often a statement runs while it waits for a lock on something else than these rows. For example, migrations and
-# moves of slots lock a table for a moment. Each run waits for 0.2 s (shard/postgres/pool.py), which makes 10 s in all.
+# How many times a statement runs if it waits for another lock than a lock on these rows. For example, migrations and
+# moves of slots lock a table for a short time. Each run waits for 0.2 s (shard/postgres/pool.py), which makes 10 s in
+# all.
 TRIES_MAX = 50
 _ORGS_MAX = 1_000
 _ROWS_OF_ORG_MAX = 1_000
@@ -27,29 +29,29 @@ _ROWS_OF_ORG_MAX = 1_000
 # A job: its org, and its id as 32 hexadecimal digits.
 JobRow = tuple[OrgId, str]
 KeyRow = tuple[OrgId, QueueName, str]
-# A queue to be made; it needs the rows of its org and of its name.
+# A queue that does not exist yet. To make it, a statement needs the rows of its org and of its name.
 NameRow = tuple[OrgId, QueueName]
 
 Row = TypeVar("Row", bound=tuple[object, ...])
 
 
 class RowLocks(Generic[Row]):
-    """Remembers which rows of one kind are locked. `find` returns those of the given rows that are locked, without
-    waiting for any lock. It may also return rows that have just been deleted."""
+    """Remembers which rows of one kind are locked. `find` returns the given rows that are locked, and waits for no
+    lock. It may also return rows that have just been deleted."""
 
     def __init__(self, find: Callable[[Sequence[Row]], Awaitable[Collection[Row]]]) -> None:
         self._find = find
         self._remembered: dict[object, set[Row]] = {}
 
     async def expect(self, rows: Iterable[Row]) -> set[Row]:
-        """Returns the rows that are locked. Asks the database only about orgs that had a locked row lately. If there is
-        no such org, asks nothing."""
+        """Returns the rows that are locked. Asks the database only about orgs for which locked rows are remembered. If
+        there is no such org, asks nothing."""
         if not self._remembered:
             return set()
         suspects = [row for row in rows if row[0] in self._remembered]
         if not suspects:
             return set()
-        # Asks about the remembered rows too: if none of them is locked any more, the org is forgotten.
+        # Ask about the remembered rows too. If none of them is locked any more, the org is forgotten.
         remembered = [row for org in {row[0] for row in suspects} for row in self._remembered[org]]
         return await self.find([*suspects, *remembered]) & set(suspects)
 
@@ -61,8 +63,8 @@ class RowLocks(Generic[Row]):
         try:
             locked = set(await self._find(asked))
             if locked:
-                # A row that was deleted between the snapshot and the lock seems to be locked. A second look no longer
-                # sees it.
+                # A row that was deleted between the statement's snapshot and the try to lock it seems to be locked. The
+                # second run no longer sees such a row.
                 locked &= set(await self._find([row for row in asked if row in locked]))
         except RowLocked:
             return set()

@@ -1,7 +1,8 @@
-"""Ends and extends leases; VERBS has the verbs. The answer for each lease is OK, STALE, CANCELLED or NOT_FOUND. One
-statement serves many calls, of many orgs.
+"""Ends and extends leases. VERBS has the verbs, such as ack and extend. The answer for each lease is OK, STALE,
+CANCELLED or NOT_FOUND. One statement serves many calls, of many orgs.
 
-A call is about leases of one org. A lease of another org is NOT_FOUND (I4); a lease that has ended is STALE (I2)."""
+A call is about leases of one org. A lease of another org is NOT_FOUND (invariant I4). A lease that has ended is STALE
+(invariant I2)."""
 
 from __future__ import annotations
 
@@ -21,15 +22,15 @@ from shard.queue.row_locks import JobRow, RowLocks
 from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, Outcome, Progress, QueueId
 
 _NO_TEXTS: Mapping[int, str] = {}
-# This many bytes of payloads and results weigh as much as one job. So a statement takes at most 4 MiB of payloads and
-# results; a single call with more gets a statement of its own. The other calls wait, and other orgs get their share of
-# the next statement.
+# How many bytes of payloads and results weigh as much as one job. So a statement takes at most 4 MiB of payloads and
+# results, and a single call with more bytes gets a statement of its own. Calls that do not fit wait for the next
+# statement, of which each org gets its share.
 BYTES_PER_WEIGHT = 4 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nack:
-    """Ends one attempt that failed. `retry_after_us` is the delay until the job's next run; None: the retry policy
+    """Ends one attempt that failed. `retry_after_us` is the delay until the job may run again. None: the retry policy
     decides. A permanent failure makes the job dead at once."""
 
     lease: Lease
@@ -48,7 +49,7 @@ class Nack:
 
 
 class Snooze(NamedTuple):
-    """Gives one job back for a while."""
+    """Gives one job back, which becomes ready again after a delay."""
 
     lease: Lease
     after_us: int = 0
@@ -57,8 +58,8 @@ class Snooze(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a consumer reports about a job while it holds the lease. None: what was reported before stays. An empty
-    checkpoint removes the earlier one."""
+    """What a consumer reports about a job while it holds the lease. None: keeps what was reported before. An empty
+    checkpoint removes the earlier checkpoint."""
 
     progress: Progress | None = None
     checkpoint: bytes | None = None
@@ -80,8 +81,8 @@ class Settlement(NamedTuple):
     leases: Sequence[Lease]
     # What the verb must know about each lease. There is one entry for each lease, or no entry at all.
     details: Sequence[Any] = ()
-    # All that the attempts have logged until now, by the lease's position. For the other leases, the log that was
-    # reported before stays.
+    # The whole logs of the attempts until now, by the lease's position. For leases without an entry, the log that was
+    # reported before is kept.
     logs: Mapping[int, str] = _NO_TEXTS
 
     @classmethod
@@ -91,8 +92,8 @@ class Settlement(NamedTuple):
 
     @classmethod
     def nack(cls, org: OrgId, nacks: Sequence[Nack]) -> Settlement:
-        """Gives jobs back to run again after a delay. A job whose attempts are used up, or whose failure is permanent,
-        becomes dead."""
+        """Gives jobs back, which run again after a delay. A job that has no attempt left, or whose failure is
+        permanent, becomes dead."""
         return cls("nack", org, [nack.lease for nack in nacks], nacks)
 
     @classmethod
@@ -107,7 +108,7 @@ class Settlement(NamedTuple):
 
     @classmethod
     def release(cls, org: OrgId, leases: Sequence[Lease]) -> Settlement:
-        """Gives jobs back at once; the attempt does not count."""
+        """Gives jobs back, which can be claimed again at once. The attempts do not count."""
         return cls("release", org, leases)
 
     @classmethod
@@ -142,15 +143,15 @@ class Settlement(NamedTuple):
 
 
 _Fate = TypeVar("_Fate", int, str)
-# The leases that a statement found, by job id and lease number. Both are needed, because a call may name a live and an
-# ended lease of one job.
+# The leases that a statement found, as pairs of job id and lease number. The number is needed too, because a call may
+# name a valid lease and an ended lease of one job.
 _Done = set[tuple[str, int]]
 _Answers = Sequence[list[Answer] | Exception]
 
 
 class LeaseSettler:
-    """Settles leases. `visible` is called with the queues of jobs that can be claimed again, now or later. `locks`: the
-    row locks of jobs."""
+    """Settles leases. `visible` is called with the queues of jobs that can be claimed again, now or later. `locks`
+    finds jobs that other sessions keep locked."""
 
     def __init__(self, database: Database, locks: RowLocks[JobRow], visible: Callable[[set[QueueId]], None]) -> None:
         self._database = database
@@ -172,7 +173,7 @@ class LeaseSettler:
         return [answers[id(call)] for call in calls]
 
     async def _past_locks(self, calls: Sequence[Settlement]) -> _Answers:
-        """Settles all leases except those of jobs that another session keeps locked."""
+        """Settles all leases, except leases of jobs that another session keeps locked."""
         locked = await self._locks.expect(_rows(calls))
         for _ in range(row_locks.TRIES_MAX):
             try:
@@ -335,8 +336,9 @@ class LeaseSettler:
     async def _answers(
         self, calls: Sequence[Settlement], done: _Done, *, ended_as: Outcome | None
     ) -> list[list[Answer]]:
-        """Returns the answer to each lease. It is OK if the lease was settled now, or by an earlier try of the same
-        call; `ended_as` is the outcome that such a try leaves. For other leases it is CANCELLED, STALE or NOT_FOUND."""
+        """Returns the answer to each lease. The answer is OK if the lease was settled now, or by an earlier try of the
+        same call. `ended_as` is the outcome that such a try has stored. For all other leases, the answer is CANCELLED,
+        STALE or NOT_FOUND."""
         orgs: list[OrgId] = []
         missed: list[Lease] = []
         for call in calls:
@@ -363,8 +365,8 @@ class LeaseSettler:
 class _Verb(NamedTuple):
     # Runs calls. Returns the leases that the statement found, or None if it found all of them.
     run: Callable[[LeaseSettler, Sequence[Settlement]], Awaitable[_Done | None]]
-    # The outcome of the attempt, or None if the attempt goes on. A repeated call finds this outcome, and is answered
-    # OK.
+    # The outcome of the attempt, or None if the verb does not end the attempt. A repeated call finds this outcome, and
+    # is answered OK.
     ended_as: Outcome | None
 
 
@@ -379,10 +381,11 @@ VERBS = {
 
 def split_by_owner(calls: Sequence[Settlement]) -> list[list[Settlement]]:
     """Splits calls into parts, so that in each part a lease is named by calls of one org only. If calls of two orgs
-    name one lease, the lease belongs to at most one of the orgs, and the other org must not learn its outcome (I4)."""
+    name one lease, the lease belongs to at most one of these orgs, and the other org must not learn the lease's outcome
+    (invariant I4)."""
     remaining = list(calls)
     if len({call.org for call in remaining}) == 1:
-        # The usual case: the leases need not be compared.
+        # This is the usual case. The leases need not be compared.
         return [remaining]
     parts: list[list[Settlement]] = []
     while remaining:
@@ -425,7 +428,8 @@ class _LeaseColumns(NamedTuple):
 
 
 class _NackColumns(Generic[_Fate]):
-    """Nacks with fates of one kind: delays for jobs that run again, or reasons for jobs that become dead."""
+    """Nacks, each with what becomes of its job: a delay if the job runs again, or a reason if the job becomes dead. One
+    object has only delays, or only reasons."""
 
     def __init__(self) -> None:
         self.orgs: list[OrgId] = []
@@ -458,7 +462,7 @@ def _logs(calls: Sequence[Settlement]) -> arrays.Texts:
 
 
 def _key(lease: Lease) -> tuple[str, int]:
-    """Returns a lease as the statements return it."""
+    """Returns the pair that the statements return for a lease."""
     return _dashed(lease.job_hex), lease.number
 
 

@@ -1,4 +1,4 @@
-"""The SQL statements of this package, each from its file in sql/. Other packages may run only those that
+"""The SQL statements of this package, each from its file in sql/. Other packages may run only the statements that
 tests/unit/test_statements.py names."""
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ NAME_QUEUES = _load("name_queues", short_lock_wait=True)
 WALK_QUEUES = _load("walk_queues", short_lock_wait=True)
 
 CLAIM = _load("claim", short_lock_wait=True)
-# For the queues of one org, if the org has a limit of jobs in flight, or for one queue that has such a limit.
+# Claims from the queues of one org if the org has a limit of jobs in flight, or from a single queue that has such a
+# limit.
 CLAIM_WITHIN_LIMITS = _load(
     "claim_within_limits",
     file="claim",

@@ -1,8 +1,8 @@
 """The queue of one shard: enqueue, claim, settle, cancel, get.
 
-Calls of one kind that arrive while others are running share a statement and a commit (shard/queue/coalescer.py). The
-store remembers only hints (floors, queue ids): without them its answers are the same, only slower. It knows no gRPC,
-and never compares a Python clock with a time of the database.
+Calls with the same purpose that arrive while other calls are running share a statement and a commit
+(shard/queue/coalescer.py). The store remembers only hints (floors, queue ids). Without these hints its answers would be
+the same, but slower. The store knows no gRPC, and never compares a Python clock with a time of the database.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ _ENDING = frozenset({"ack", "nack"})
 # Effectively no bound: the number of waiting claims is bounded elsewhere, by the number of callers.
 _CLAIMS_WEIGHT_MAX = 20_000_000
 # Upper bound for the claims in one act. With large payloads a statement may serve only two claims, and each claim of an
-# act waits until all of them are served.
+# act waits until all claims of the act are served.
 _CLAIMS_MAX = 100
-# Calls that share no statement are bounded as well: otherwise one org's calls could take all connections (I4).
+# Calls that share no statement are bounded as well. Otherwise one org's calls could take all connections (invariant
+# I4).
 _SINGLE_CALLS_WEIGHT_MAX = 100
 
 
@@ -96,7 +97,7 @@ class Store:
         self._floors = Floors()
         self.sweeper = Sweeper(database, self.names, self._floors, self.quarantine)
         self._accepted_since_fold = False
-        # Releases that failed in an outage; the next sweep sends them again.
+        # Releases that failed while the shard was unavailable. The next sweep sends them again.
         self._unreleased: list[Settlement] = []
         locks = row_locks.of_jobs(database)
         self._enqueuer = Enqueuer(database, self.names, locks, self.clock)
@@ -179,8 +180,9 @@ class Store:
     async def enqueue(
         self, jobs: NewJobs, handover: Handover | None = None, *, epoch: int = FIRST_EPOCH
     ) -> dict[int, JobId]:
-        """Stores the jobs, all or none, each once. `epoch`: the epoch of the placement by which the caller has chosen
-        this shard. The caller has asked the slot's former owners whether they know the jobs (`known`).
+        """Stores all of the jobs or none, and each job once. `epoch`: the epoch of the placement by which the caller
+        has chosen this shard. Before this call, the caller must ask the slot's former owners whether they know the jobs
+        (`known`).
 
         Returns the positions of jobs that the shard knew already, each with the id of the known job; all other jobs are
         newly stored. Raises NotOwned, BadIds, TooManyQueues, ShardUnavailable, TooManyWaiting."""
@@ -200,7 +202,7 @@ class Store:
         return await self._enqueues.submit(call)
 
     async def known(self, jobs: NewJobs) -> dict[int, JobId]:
-        """Looks jobs up by id and dedup key. Routers ask this of the former owners of a slot before an enqueue.
+        """Looks jobs up by id and dedup key. Before an enqueue, routers call this on the former owners of the slot.
 
         Returns the positions of jobs that this shard knows, each with the id of the known job. Raises ShardUnavailable,
         TooManyWaiting."""
@@ -208,7 +210,7 @@ class Store:
 
     async def describe(self, jobs: NewJobs, found: Sequence[JobId]) -> dict[int, Known]:
         """Describes the jobs `found`, which enqueues found instead of storing `jobs`. Returns, by position, the
-        descriptions of those that this shard has. Raises ShardUnavailable, TooManyWaiting."""
+        descriptions of the jobs that this shard has. Raises ShardUnavailable, TooManyWaiting."""
         return await self._descriptions.submit((jobs, found)) if len(jobs) else {}
 
     async def draw(self, draw: Draw) -> Drawn:
@@ -266,7 +268,7 @@ class Store:
     async def count_in_flight(
         self, org: OrgId, queue: QueueName, limits: InFlightLimits
     ) -> tuple[int | None, int | None]:
-        """Returns how many jobs of the org, and how many of this queue, are leased and count for these limits. The
+        """Returns how many jobs of the org, and how many of this queue, are leased and count towards these limits. The
         counts stop at the limits. None: there is no such limit. Raises ShardUnavailable, TooManyWaiting."""
 
         async def count() -> tuple[int | None, int | None]:
@@ -287,15 +289,15 @@ class Store:
         self.clock.check()
         answers = await self._settlements[call.verb].submit(call)
         if call.verb in _ENDING:
-            # Reports only leases that belong to the org. A caller may have guessed the id of another org's job, and
-            # must not wake that org's callers, who wait for the end of the job (I4).
+            # Report only leases that belong to the org. A caller may have guessed the id of another org's job, and must
+            # not wake that org's callers, who wait for the end of the job (invariant I4).
             ended = zip(call.leases, answers, strict=True)
             self.on_settled(lease.job_hex for lease, answer in ended if answer is Answer.OK)
         return answers
 
     def release_soon(self, org: OrgId, leases: Sequence[Lease]) -> None:
-        """Begins to release jobs that will not reach their consumer, and does not wait for the end of the release.
-        While the shard is unavailable, every sweep tries again."""
+        """Begins to release jobs that their consumer will not get. Does not wait for the end of the release. While the
+        shard is unavailable, every sweep tries again."""
         if not leases:
             return
         call = Settlement.release(org, leases)
@@ -353,7 +355,7 @@ class Store:
         return answers
 
     async def signal(self, org: OrgId, job_id: JobId, node: NodeOf, payload: bytes) -> Signalled:
-        """Gives a signal to the job of this node. The node must be one that waits for a signal. The first signal
+        """Gives a signal to the job of this node, which must be a node that waits for a signal. The first signal
         becomes the result of the job. The answer is CANCELLED if the job was cancelled before, and DEPARTING if it is
         on its way to another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
         self.clock.check()
@@ -371,9 +373,9 @@ class Store:
         bytes_max: int = ANSWER_BYTES_MAX,
         as_stored: bool = False,
     ) -> list[JobRecord]:
-        """Returns the jobs with these ids, in the order of the ids, from any table of this shard. Jobs after the one
-        that fills `bytes_max` are not whole: they lack their large columns. A job without retry settings of its own has
-        the settings of its queue, unless `as_stored` is true. Raises ShardUnavailable, TooManyWaiting."""
+        """Returns the jobs with these ids, in the order of the ids, from any table of this shard. The jobs that follow
+        the job that fills `bytes_max` are not whole: they lack their large columns. A job without retry settings of its
+        own has the settings of its queue, unless `as_stored` is true. Raises ShardUnavailable, TooManyWaiting."""
         call = partial(self._get, org, ids, include_payload=include_payload, bytes_max=bytes_max, as_stored=as_stored)
         records: list[JobRecord] = await self._single_calls.submit(SingleCall(org, len(ids), call))
         return records
@@ -464,12 +466,12 @@ class Store:
 
     def _late_floors(self, org: OrgId, queue: QueueName) -> list[Micros]:
         """Returns the times from which to look for the queue's jobs, by priority. If this router does not claim from
-        the queue, this is the beginning of time."""
+        the queue, all times are 0."""
         known = self.names.known(org, [queue])
         return self._floors.late(known[0]) if known else [Micros(0)] * len(PRIORITIES)
 
     async def finish(self) -> None:
-        """Returns as soon as all calls have ended, including releases that no caller waits for."""
+        """Waits until all calls have ended, including releases for which no caller waits."""
         await self._enqueues.finish()
         await self._lookups.finish()
         await self._descriptions.finish()
@@ -481,27 +483,27 @@ class Store:
         await self._single_calls.finish()
 
     def jobs_stored(self, queues: set[QueueId]) -> None:
-        """Notes that schedules or workflows have stored or released jobs in these queues. The change must have been
-        committed."""
+        """Notes that schedules or workflows have stored or released jobs in these queues. Call this after the change
+        was committed."""
         self._accepted_since_fold = True
         self.on_visible(queues)
 
     # ── Upkeep ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def fold_tally(self) -> None:
-        """Folds the tally of accepted jobs into one row per org, if this store has accepted any jobs since the last
-        time."""
+        """Folds the tally of accepted jobs into one row per org, if this store has accepted any jobs since it did so
+        last."""
         if self._accepted_since_fold:
             self._accepted_since_fold = False
             await self._database.run(statements.FOLD_TALLY, {})
 
     async def forget_full_buckets(self) -> None:
-        """Deletes the rows of full buckets, if this store has drawn from any since the last time."""
+        """Deletes the rows of full buckets, if this store has drawn from any bucket since it did so last."""
         await self._buckets.forget_full()
 
     def arrived(self, queues: Collection[QueueId]) -> None:
-        """Notes that jobs of these queues have arrived from another shard. They may be older than any job claimed
-        here."""
+        """Notes that jobs of these queues have arrived from another shard. These jobs may be older than all jobs that
+        were claimed on this shard."""
         self._floors.arrived(queues)
 
     def emptied(self, queues: Collection[QueueId]) -> None:

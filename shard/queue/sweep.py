@@ -1,6 +1,7 @@
-"""Probes and sweeps of one shard: when queues have their next jobs, and what every hint has missed (I7).
+"""Probes and sweeps of one shard. They find out when queues have their next jobs. Sweeps also find the jobs that every
+hint has missed (invariant I7).
 
-Owns how far back a sweep reads. Does not know who waits for jobs.
+Decides how far back a sweep reads. Does not know who waits for jobs.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ _PROBE_QUEUES_MAX = 500
 # _FULL_SWEEP_PAUSE times as long as the full sweep took.
 _FULL_SWEEP_S_MAX = 0.1
 _FULL_SWEEP_PAUSE = 50.0
-# Upper bound for the jobs of one priority of a queue that a sweep moves because they have aged. They get the priority
-# of the queue's urgent jobs, and so delay these.
+# Upper bound for the jobs of one priority of a queue that a sweep moves because they have aged. The bound exists
+# because the moved jobs get the priority of the queue's urgent jobs, and so delay those.
 _AGED_MAX = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
-    """The time at which the next job of each queue is or becomes visible, by the shard's clock. Queues without jobs,
-    and queues that give no jobs, are missing."""
+    """The time, by the shard's clock, at which the next job of each queue became or becomes visible. Queues without
+    jobs, and queues that give no jobs, are missing."""
 
     now: Micros
     first: dict[QueueId, Micros]
@@ -44,7 +45,7 @@ class Due:
     workflows_wait: bool
     # Whether any of the queues has priorities that age.
     ages: bool
-    # Whether kinds are quarantined, crashes are to be judged, or jobs that are set aside are to be released.
+    # Whether any kinds are quarantined, any crashes must be judged, or any jobs that are set aside must be released.
     quarantines: bool
 
 
@@ -63,17 +64,17 @@ class Sweeper:
         self._failing: set[str] = set()
 
     async def probe(self, queues: Iterable[QueueId]) -> Due:
-        """Returns the times at which these queues have their next jobs, not counting jobs below the floors."""
+        """Returns the times at which these queues have their next jobs. Leaves out jobs below the floors."""
         return await self._probe(list(queues), self._floors.of)
 
     async def sweep(self, awaited: Iterable[QueueId]) -> Due:
-        """Returns the times at which the `awaited` queues, and all queues that claims use, have their next jobs, also
-        below the floors (I7). Corrects the floors, checks the remembered queue ids, fills free slots of groups, moves
-        jobs that have aged, and looks after quarantined kinds.
+        """Returns the times at which the `awaited` queues, and all queues that claims use, have their next jobs. Finds
+        jobs below the floors too (invariant I7). Corrects the floors, checks the remembered queue ids, fills free slots
+        of groups, moves jobs that have aged, and runs the sweep of the quarantined kinds.
 
-        Normally a sweep looks from the beginning of time. Such a sweep takes long while an old snapshot keeps dead row
-        versions of jobs. After a sweep that took long, the next sweeps look only for jobs that may have committed
-        late.
+        Normally a sweep begins at the beginning of time (a full sweep). Such a sweep takes long while an old snapshot
+        keeps dead row versions of jobs. If a sweep took long, the next sweeps look only for jobs that may have
+        committed late.
 
         If the times are found and another part of the sweep fails, the sweep logs the failure and returns the times.
         Raises ShardUnavailable."""
@@ -98,7 +99,8 @@ class Sweeper:
         return due
 
     async def _attempt(self, what: str, act: Callable[[], Awaitable[object]]) -> None:
-        """Runs a part of a sweep. Only the first of several failures in a row is a warning."""
+        """Runs a part of a sweep. If the same part fails several times in a row, only the first failure is logged as a
+        warning."""
         level = logging.DEBUG if what in self._failing else logging.WARNING
         if await attempt(f"{what} of shard {self._database.name!r}", act, level=level):
             self._failing.discard(what)
@@ -106,8 +108,8 @@ class Sweeper:
             self._failing.add(what)
 
     async def _move_aged(self, queues: Sequence[QueueId]) -> None:
-        """Moves jobs that have been ready for long to priority 1. No consumer has to be woken: the jobs were ready
-        before."""
+        """Moves jobs that have been ready for a long time to priority 1. No consumer has to be woken, because the jobs
+        were ready before."""
         for at in range(0, len(queues), _PROBE_QUEUES_MAX):
             part = queues[at : at + _PROBE_QUEUES_MAX]
             floors = [floor for queue in part for floor in self._floors.late(queue)]
@@ -122,7 +124,7 @@ class Sweeper:
         try:
             return await self._probe(queues, is_sweep=True)
         finally:
-            # The time counts even if the statement failed: it may have run into statement_timeout.
+            # The time counts even if the statement failed, because it may have failed after statement_timeout.
             ended_s = time.monotonic()
             if ended_s - began_s > _FULL_SWEEP_S_MAX:
                 self._full_sweep_from_s = ended_s + _FULL_SWEEP_PAUSE * (ended_s - began_s)

@@ -1,7 +1,7 @@
 """Draws tokens from the buckets of one shard (docs/decisions/0045-tokens-are-drawn-in-blocks.md).
 
-A bucket belongs to a limit and an org. It fills by the shard's clock. Draws that come at the same time share a
-statement. router/fleet/limits.py decides how much a router draws, and what it does with the tokens.
+A bucket belongs to a limit and an org. It fills with time, by the shard's clock. Draws that come at the same time share
+a statement. router/fleet/limits.py decides how much a router draws, and what it does with the tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from shard.vocabulary import OrgId
 
 
 class Draw(NamedTuple):
-    """Asks for `wanted` tokens, or for as many as there are, but at least `needed`. Negative numbers give tokens
-    back."""
+    """Asks for `wanted` tokens. If the bucket has fewer tokens, gets all of them. If it has fewer than `needed`, gets
+    none. Negative numbers give tokens back."""
 
     org: OrgId
     limit: Limit
@@ -29,11 +29,11 @@ class Draw(NamedTuple):
 
 class Drawn(NamedTuple):
     """What a draw got. `left`: how many tokens the bucket has after the draw. If tokens are given back, `granted` is
-    negative, or 0 if the bucket did not take them because it fills by a newer limit."""
+    negative. It is 0 if the bucket did not take the tokens back, because a newer version of the limit applies to it."""
 
     granted: int
     left: float
-    # The version of the limit by which the bucket fills.
+    # The version of the limit that applies to the bucket.
     version: int
 
 
@@ -46,8 +46,8 @@ class TokenBuckets:
         self._has_drawn = False
 
     async def draw(self, draws: Sequence[Draw]) -> list[Drawn | Exception]:
-        """Makes these draws. Returns the result or the error of each draw. A draw whose bucket another session keeps
-        locked does not harm the others."""
+        """Makes these draws. Returns the result or the error of each draw. If another session keeps a bucket locked,
+        only the draws from that bucket fail."""
         self._has_drawn = True
         try:
             return list(await self._draw(draws))
@@ -76,7 +76,7 @@ class TokenBuckets:
         return [answers[position] for position in range(1, len(draws) + 1)]
 
     async def forget_full(self) -> None:
-        """Deletes the rows of full buckets, if this process has drawn since the last time."""
+        """Deletes the rows of full buckets, if this process has drawn since it last deleted such rows."""
         if self._has_drawn:
             self._has_drawn = False
             await self._database.run(statements.FORGET_FULL_BUCKETS, {})

@@ -1,9 +1,10 @@
 """The instants of a schedule. Pure: no I/O, and no clock; the caller gives every moment.
 
-Cronsim reads the cron expressions, with the rules of Debian's cron about daylight saving. If neither the minute nor the
-hour begins with `*`, a time that the clocks skip comes as soon as they have been set forward, and a time that they show
-twice comes once. Other expressions of five fields, and all expressions with seconds, match the clock on the wall: a
-time that it skips does not come, and a time that it shows twice comes twice.
+Cronsim reads the cron expressions, with the rules of Debian's cron about daylight saving. When clocks are set forward,
+they skip some times, and when they are set back, they show some times twice. If neither the minute nor the hour begins
+with `*`, a skipped time counts at the moment when the clocks are set forward, and a time that is shown twice counts
+once. For other expressions of five fields, and for all expressions with seconds, a skipped time does not count, and a
+time that is shown twice counts twice.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # The first and the last time that instants may have. Both are well inside the range with which CronSim and datetime can
 # compute.
 _FIRST, _LAST = datetime(1971, 1, 1, tzinfo=UTC), datetime(9000, 1, 1, tzinfo=UTC)
-# The length of the first span that is searched backwards. Each further span is twice as long.
+# The length of the first span of time in a search backwards. Each later span is twice as long as the one before.
 _BACK_US = 64_000_000
-# This many instants are looked for at once. A span of `_BACK_US` does not have more instants.
+# The most instants that are read from one span. A span of `_BACK_US` does not have more instants.
 _BACK_MAX = 64
 _EXPRESSION_CHARS_MAX = 256
 _INTERVAL_US_MIN = 1_000_000
@@ -100,8 +101,8 @@ def following(timing: Timing, moment: Micros) -> Micros | None:
 
 
 def due(timing: Timing, schedule: ScheduleId, at: Micros) -> Micros:
-    """Returns the time at which the run of this instant is to be stored. It is later than the instant by less than the
-    jitter, and for the same instant always by the same time."""
+    """Returns the time at which the run of this instant is to be stored. The time is later than the instant by less
+    than the jitter. The difference is always the same for the same instant."""
     if not timing.jitter_us:
         return at
     digest = hashlib.blake2b(f"{schedule} {at}".encode(), digest_size=8).digest()
@@ -141,15 +142,16 @@ def _instants_until(timing: Timing, moment: int) -> Iterator[int]:
 
 @functools.lru_cache(maxsize=10_000)
 def _following_cron(cron: str, zone: str, moment: int) -> int | None:
-    """Returns the first instant of `_cron_after`. Cached: many schedules have the same expression, and are due
-    together."""
+    """Returns the first instant of `_cron_after`. The result is cached, because many schedules have the same expression
+    and are due at the same time."""
     return next(_cron_after(cron, zone, moment), None)
 
 
 def _cron_after(cron: str, zone: str, moment: int) -> Iterator[int]:
     if moment >= _micros(_LAST):
         return
-    # If the clocks show a time twice and `moment` is the second of the two, CronSim also finds instants that are over.
+    # If the clocks show a time twice, and `moment` is at the second of these times, CronSim also yields instants before
+    # `moment`.
     for at in CronSim(cron, _in_zone(max(moment, _micros(_FIRST)), zone)):
         if at.year >= _LAST.year:
             return
@@ -158,9 +160,10 @@ def _cron_after(cron: str, zone: str, moment: int) -> Iterator[int]:
 
 
 def _cron_until(cron: str, zone: str, moment: int) -> Iterator[int]:
-    """Yields the instants until `moment`, the latest first. Searches one span of time after another, each before the
-    previous one. Within a span, `_cron_after` searches forwards, so that both functions find the same instants. A span
-    with too many instants is halved, because only the latest instants are needed."""
+    """Yields the instants until `moment`, the latest first. Searches one span of time after another, going back in
+    time. Within a span, `_cron_after` searches forwards, so that `_cron_after` and this function find the same
+    instants. If a span has too many instants, only its later half is searched, because only the latest instants are
+    needed."""
     last, span_us = min(moment, _micros(_LAST)), _BACK_US
     while last >= _micros(_FIRST):
         before = last - span_us
@@ -196,7 +199,7 @@ def _zone_fault(name: str) -> str:
         return ""
     shown = name if len(name) <= 64 else f"{name[:64]}…"
     by_fold = {zone.casefold(): zone for zone in _zones()}
-    # "paris" is not close to any full name, but to the end of a full name.
+    # For example, "paris" is close to no full name, but it is the end of a full name.
     ends = {zone.rpartition("/")[2].casefold(): zone for zone in sorted(_zones(), reverse=True)}
     wanted = name[:64].casefold().replace(" ", "_")
     close = [by_fold[wanted]] if wanted in by_fold else [ends[wanted]] if wanted in ends else []

@@ -1,9 +1,9 @@
-"""Fires the due schedules of one shard. Any number of routers do this at the same time, and none of them is special.
+"""Fires the due schedules of one shard. Any number of routers do this at the same time, without a leader.
 
 One transaction locks some due schedules, decides about their instants, stores the runs and their jobs, and advances the
 schedules. So if a router dies, or does not learn whether its commit succeeded, either nothing or everything was done.
-Only the shard's clock counts: the statement that locks the schedules returns the time, and this process's clock is not
-read (I8).
+Only the shard's clock is used (invariant I8): the statement that locks the schedules returns the time, and this
+process's clock is not read.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ BATCH_MAX = 500
 _RUNS_MAX = 2000
 # After this many schedules were decided, other tasks get their turn.
 _AT_ONCE = 5
-# If a schedule cannot be decided now, the router decides it again after this time. _AGAIN_US is for a schedule that
-# waits for news of a job, and _AGAIN_LATER_US for a schedule whose decision failed.
+# If a schedule cannot be decided now, the router tries again after one of these times: after _AGAIN_US if the decision
+# needs the state of a job, and after _AGAIN_LATER_US if the decision failed.
 _AGAIN_US = 100_000
 _AGAIN_LATER_US = 60_000_000
 
@@ -55,12 +55,13 @@ class Wake(NamedTuple):
     times, which both come from the shard's clock."""
 
     now: Micros
-    # The time of the next look. None: there is none until a schedule is changed.
+    # The time at which the router must look. None: it need not look until a schedule is changed.
     at: Micros | None
 
 
 class Needed(NamedTuple):
-    """A job on which a decision depends: another shard may have it, or (`cancel`) it must be cancelled first."""
+    """A job on which a decision depends. Either another shard may have the job, or (`cancel`) the job must be cancelled
+    before the decision."""
 
     org: OrgId
     job: JobId
@@ -93,7 +94,7 @@ class Due(NamedTuple):
     last_job: JobId | None
     buffered: int
     decided: int
-    # Whether the decision depends on the job of the run before, and whether that job is live on this shard.
+    # Whether the decision depends on the job of the previous run, and whether that job is live on this shard.
     matters: bool
     is_live: bool | None
     now: Micros
@@ -123,11 +124,12 @@ class DueSchedules:
         is_whole: Callable[[OrgId], bool] = lambda _: True,
         known: Mapping[JobId, bool] | None = None,
     ) -> Fired:
-        """Fires some of the schedules that are due. Those that have waited longest come first.
+        """Fires some of the schedules that are due. The schedules that have waited for the longest time come first.
 
-        `is_whole` says whether this shard has all live jobs of an org. If not, a decision may depend on whether a job
-        that is not live here is live on another shard. Such a job is returned in `Fired.needed`, and its schedule waits
-        until `known` has the job. `known` says for each job in it whether the job is live. Raises ClockSetBack."""
+        `is_whole` returns whether this shard has all live jobs of an org. If it has not, a job that is not live on this
+        shard may be live on another shard, and a decision may depend on this. Then the job is returned in
+        `Fired.needed`, and its schedule waits until `known` contains the job. The values of `known` say whether a job
+        is live. Raises ClockSetBack."""
         self._store.clock.check()
         fired = Fired()
         async with self._database.transaction() as connection:
@@ -179,7 +181,7 @@ class _Writer:
     def __init__(self) -> None:
         self.runs: list[NewRun] = []
         self._advances: dict[ScheduleId, Advance] = {}
-        # The schedules of which a buffered run is stored now.
+        # The schedules for which a buffered run is stored now.
         self._promoted: dict[ScheduleId, Due] = {}
         # The schedules whose older runs are to be forgotten.
         self._full: list[ScheduleId] = []
@@ -198,15 +200,15 @@ class _Writer:
         if decided.promotes:
             self._promoted[schedule.id] = schedule
         count = len(decided.runs) + decided.promotes
-        # With ALLOW, new runs are stored although buffered runs wait. The buffered runs then still wait for the same
-        # job as before. If they waited for the jobs of the new runs, they might wait for ever, because one of these
-        # jobs might always be live.
+        # With ALLOW, new runs are stored although buffered runs wait. The buffered runs must continue to wait for the
+        # same job as before. If they waited for the jobs of the new runs, they might wait for ever, because one of the
+        # new jobs might always be live.
         run_at = None if schedule.buffered and schedule.spec.overlap is Overlap.ALLOW else latest
         self._advances[schedule.id] = Advance(
             schedule.id, decided.next_at, decided.wake_at, latest, run_at, decided.buffered, count
         )
-        # Forget older runs only once in RUNS_KEPT runs. Otherwise each new run of a schedule that is due often would
-        # cost a search for older runs.
+        # Forget older runs only once in RUNS_KEPT runs. Otherwise a schedule that is due often would need a search for
+        # older runs at each new run.
         if schedule.decided // RUNS_KEPT < (schedule.decided + count) // RUNS_KEPT:
             self._full.append(schedule.id)
 
@@ -219,21 +221,21 @@ class _Writer:
         return stored
 
     async def _promote(self, connection: Connection) -> None:
-        """Adds the waiting runs that are stored now: the first one of each schedule in `_promoted`."""
+        """Adds the buffered runs that are stored now: the first buffered run of each schedule in `_promoted`."""
         if not self._promoted:
             return
         rows = await connection.run(statements.FIND_BUFFERED, {"schedules": arrays.plain(self._promoted)})
         # A backfill may have buffered an instant that this firing has just decided too. One statement cannot store an
-        # instant twice, so leave out the new decision. But keep a skip of several instants: store_runs records it at a
-        # later one of them.
+        # instant twice, so leave out the new decision. Keep it only if it is a skip of several instants, because
+        # `store_runs` then records the skip at a later one of these instants.
         promoted = {(name, at) for name, at, _ in rows}
         self.runs = [new for new in self.runs if (new.schedule, new.run.at) not in promoted or new.run.through]
         for name, at, cause in rows:
             schedule = self._promoted.pop(name)
             self.runs.append(_new(schedule, Run(at, RunCause(cause), RunOutcome.STORED), schedule.last_at))
             change = self._advances[schedule.id]._replace(run_at=at)
-            # A run of the calendar that is stored in the same transaction is later than this run, and has set
-            # `last_at`. A backfill is no run of the calendar.
+            # If a run of the calendar is stored in the same transaction, it is later than this run, and has set
+            # `last_at`. The run of a backfill is not a run of the calendar, so it does not set `last_at`.
             if change.last_at is None and cause != RunCause.BACKFILL.value:
                 change = change._replace(last_at=at)
             self._advances[schedule.id] = change

@@ -1,8 +1,8 @@
 """Skips the runs that a shard may have stored before it lost history (docs/decisions/0066-recovering-one-shard.md).
 
-Nobody knows which runs the shard had stored. So each undecided instant until now is recorded as skipped (I10). An
-operator who knows that the run of an instant was not stored can backfill it. Until all is recorded, routers must refuse
-the shard.
+Nobody knows which runs the shard had stored. So each undecided instant until now is recorded as skipped (invariant
+I10). An operator who knows that the run of an instant was not stored can backfill it. Until all of these instants are
+recorded, routers must refuse the shard.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Overdue(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A schedule of a shard that lost history, and what `skip` would skip of it."""
+    """A schedule of a shard that lost history, and the runs of it that `skip` would skip."""
 
     id: ScheduleId
     org: OrgId
@@ -47,23 +47,23 @@ class Lost(NamedTuple):
     paused: bool
     # The first instant that was not decided at the point of recovery.
     next_at: Micros | None
-    # The instants that would be skipped: `first` to `through`, both included; only `first` if `through` is None.
-    # `buffered`: how many waiting runs would be skipped.
+    # The instants that would be skipped: `first` to `through`, both included. If `through` is None, only `first` would
+    # be skipped. `buffered`: how many buffered runs would be skipped.
     first: Micros | None
     through: Micros | None
     buffered: int
 
 
 class Skipped(NamedTuple):
-    """How many schedules `skip` has decided, and how many of their waiting runs it has skipped."""
+    """How many schedules `skip` has decided, and how many of their buffered runs it has skipped."""
 
     schedules: int
     buffered: int
 
 
 class _Decision(NamedTuple):
-    """The run that records a schedule's instants until now as skipped, the first instant after these, and the time at
-    which the schedule is looked at again."""
+    """The decision about a schedule: the run that records its instants until now as skipped, the first instant after
+    these, and the time at which a router must look at the schedule again."""
 
     run: Run | None
     next_at: Micros | None
@@ -71,8 +71,8 @@ class _Decision(NamedTuple):
 
 
 async def preview(database: Database, behind: Lost | None) -> list[Lost]:
-    """Returns a page of the schedules of a shard that lost history: those that come after `behind`. Returns an empty
-    page at the end. Raises ShardUnavailable."""
+    """Returns a page of the schedules of a shard that lost history: the schedules after `behind`. After the last page,
+    returns an empty page. Raises ShardUnavailable."""
     parameters = {"behind": _FIRST if behind is None else behind.id, "rows": _BATCH_MAX}
     return [_lost(row) for row in await database.run(statements.SCAN_SCHEDULES, parameters)]
 
@@ -94,8 +94,8 @@ def _lost(row: Sequence[Any]) -> Lost:
 
 
 async def skip(database: Database) -> Skipped:
-    """Skips all instants until now of the schedules that are not paused, and their runs that wait. May be repeated.
-    Raises ShardUnavailable."""
+    """Skips all instants until now of the schedules that are not paused, and the buffered runs of these schedules. May
+    be repeated. Raises ShardUnavailable."""
     schedules = buffered = 0
     behind = _FIRST
     while True:
@@ -130,8 +130,8 @@ async def _skip(connection: Connection, found: list[Overdue]) -> Skipped:
 
 
 def _decide(one: Overdue) -> _Decision | None:
-    """Returns the decision about a schedule. None: the schedule cannot be decided, for example because its time zone is
-    gone. Such a schedule must not hold up the others."""
+    """Returns the decision about a schedule. None: the schedule cannot be decided, for example because its time zone no
+    longer exists. Such a schedule must not delay the others."""
     try:
         run, next_at = plan.skip_until(one.spec.timing, one.next_at, one.now, reason=SkipReason.RECOVERED)
         wake_at = None if next_at is None else calendar.due(one.spec.timing, one.id, next_at)

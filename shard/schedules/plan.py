@@ -1,5 +1,5 @@
-"""Decides what a schedule does at a moment: which instants are stored as jobs, which wait, and which are skipped. Pure:
-the caller gives the shard's time, and stores what is decided.
+"""Decides what a schedule does at a given time: which instants are stored as jobs, which wait, and which are skipped.
+Pure: the caller gives the shard's time, and stores what is decided.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from shard.schedule import (
 from shard.schedules import calendar
 from shard.vocabulary import Micros
 
-# A run that is stored this long after it was due counts as catch-up.
+# If a run is stored later than this after it was due, it counts as catch-up.
 LATE_US = 60_000_000
 # How often a router checks whether the job that a buffered run waits for has ended.
 BUFFER_LOOK_US = 1_000_000
-# With jitter, an instant is in time until this long after the end of its jitter: a router needs a moment to store it.
+# With jitter, an instant is late only if this time has passed since the end of its jitter, because a router needs some
+# time to store it.
 _IN_TIME_US = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Present:
-    """What a shard knows of a schedule that may be due."""
+    """The state of a schedule that may be due, as its shard has it."""
 
     now: Micros
-    # The first instant that is not decided. None: there is none.
+    # The first instant that is not decided. None: there is no such instant.
     next_at: Micros | None
     # Whether the job of the previous run is live.
     running: bool
@@ -56,7 +57,7 @@ class Plan:
     buffered: int
     # The first buffered run is to be stored, before `runs`.
     promotes: bool = False
-    # The job of the run before must be cancelled first. Nothing else is to be done.
+    # The job of the previous run must be cancelled first. Nothing else is to be done.
     cancels: bool = False
 
 
@@ -89,7 +90,7 @@ def plan(schedule: ScheduleId, spec: ScheduleSpec, present: Present) -> Plan:
 
 
 def backfill(instants: Iterable[Micros], overlap: Overlap, *, running: bool, buffered: int) -> tuple[list[Run], int]:
-    """Returns the runs of a backfill of these instants, and how many runs are buffered after it."""
+    """Returns the runs of a backfill of these instants, and how many runs are buffered after the backfill."""
     line = _Line(running=running, buffered=buffered)
     ordered = sorted(instants)
     return [line.add(at, overlap, RunCause.BACKFILL, last=ordered[-1]) for at in ordered], line.buffered
@@ -98,8 +99,8 @@ def backfill(instants: Iterable[Micros], overlap: Overlap, *, running: bool, buf
 def skip_due(
     schedule: ScheduleId, timing: Timing, next_at: Micros | None, now: Micros, *, reason: SkipReason
 ) -> tuple[Run | None, Micros | None]:
-    """Decides to skip all undecided instants that are due, such as those of a pause that ends now. Returns the run that
-    records this, and the first instant after them."""
+    """Decides to skip all undecided instants that are due, such as the instants of a pause that ends now. Returns the
+    run that records the skip, and the first instant after the skipped instants."""
     latest = None if next_at is None else _latest_due(schedule, timing, next_at, now)[0]
     return (None, next_at) if latest is None else skip_until(timing, next_at, latest, reason=reason)
 
@@ -107,8 +108,8 @@ def skip_due(
 def skip_until(
     timing: Timing, next_at: Micros | None, moment: Micros, *, reason: SkipReason
 ) -> tuple[Run | None, Micros | None]:
-    """Decides to skip all undecided instants until this moment, also if their jitter is not over. Returns the run that
-    records this, and the first instant after them."""
+    """Decides to skip all undecided instants until this moment, even if their jitter is not over. Returns the run that
+    records the skip, and the first instant after the skipped instants."""
     after = calendar.following(timing, moment)
     if next_at is None or next_at > moment:
         return None, next_at
@@ -132,7 +133,7 @@ class _Line:
         return True
 
     def add(self, at: Micros, overlap: Overlap, cause: RunCause, *, last: Micros) -> Run:
-        """Decides one run. `last`: the instant of the last run that is decided together with this one."""
+        """Decides one run. `last`: the instant of the last run that is decided together with this run."""
         match overlap:
             case Overlap.ALLOW:
                 return Run(at, cause, RunOutcome.STORED)
@@ -159,10 +160,10 @@ class _Line:
 
 
 def _latest_due(schedule: ScheduleId, timing: Timing, next_at: Micros, now: Micros) -> tuple[Micros | None, Micros]:
-    """Returns the latest instant that is due, and the time since when it is due. Runs are stored in the order of their
-    instants. So an instant is due when its own jitter and the jitter of each earlier instant are over. Looks at
-    CATCH_UP_MAX instants at most. If there are more, the next call finds them."""
-    # The jitter of an instant that is this old is over, however long it is.
+    """Returns the latest instant that is due, and the time at which it became due. Runs are stored in the order of
+    their instants. So an instant is due when its own jitter and the jitter of each earlier instant are over. Checks at
+    most CATCH_UP_MAX instants whose jitter may not be over. If there are more, the next call finds them."""
+    # The jitter of such an old instant is over in any case.
     latest = next(calendar.until(timing, Micros(now - timing.jitter_us)), None)
     if latest is not None and latest < next_at:
         latest = None
@@ -178,8 +179,9 @@ def _latest_due(schedule: ScheduleId, timing: Timing, next_at: Micros, now: Micr
 
 def _moved(timing: Timing, next_at: Micros) -> tuple[Micros, Micros | None]:
     """Decides about an instant that the calendar does not have any more, because its time zone has got other rules.
-    Returns the first instant that is not decided, and the latest one that is due. If the calendar has this instant
-    earlier now, its run is stored without further delay; if later, its run waits until then."""
+    Returns the first instant that is not decided, and the latest instant that is due. If the calendar now has the
+    instant at an earlier time, its run is stored at once. If the calendar has it at a later time, its run waits until
+    then."""
     before = next(calendar.until(timing, next_at), None)
     behind = calendar.following(timing, next_at)
     if behind is None or (before is not None and next_at - before < behind - next_at):
@@ -188,8 +190,8 @@ def _moved(timing: Timing, next_at: Micros) -> tuple[Micros, Micros | None]:
 
 
 def _kept(spec: ScheduleSpec, next_at: Micros, latest: Micros, in_time_from: int, now: Micros) -> list[Micros]:
-    """Returns the instants from `next_at` through `latest` that are not too late, in order; at least `latest`. The
-    instants from `in_time_from` on are not late at all."""
+    """Returns the instants from `next_at` to `latest` (included) that are not too late to be stored, in order. Always
+    returns at least `latest`. The instants from `in_time_from` on are not late at all."""
     match spec.catch_up:
         case CatchUp.LATEST:
             oldest = in_time_from

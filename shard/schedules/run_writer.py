@@ -18,7 +18,7 @@ from shard.vocabulary import JobId, Micros, OrgId, QueueId, QueueName
 
 
 class NewRun(NamedTuple):
-    """A decided run. `previous`: the instant of the run before this one. The job of this run carries it."""
+    """A decided run. `previous`: the instant of the previous run, which the job of this run stores."""
 
     schedule: ScheduleId
     name: ScheduleName
@@ -27,14 +27,14 @@ class NewRun(NamedTuple):
     previous: Micros | None
     # The shard's time.
     now: Micros
-    # The id of the call that asked for the run. None: no call did, or the call has no id.
+    # The id of the call that asked for the run. None: no call asked for the run, or the call has no id.
     request: str | None = None
 
 
 class Advance(NamedTuple):
-    """What becomes of a schedule. `last_at`: the instant of the latest run that is stored now and was due by the
-    calendar. `run_at`: the instant of the latest run that is stored now, whatever its cause. None: no such run is
-    stored now. At most `buffered` runs wait."""
+    """The changes to a schedule after some of its runs were decided. `last_at`: the instant of the latest run that is
+    stored now and was due by the calendar. `run_at`: the instant of the latest run that is stored now, whatever its
+    cause. None: no such run is stored now. At most `buffered` runs wait."""
 
     schedule: ScheduleId
     next_at: Micros | None
@@ -54,16 +54,17 @@ class Stored(NamedTuple):
 
 
 def job_id_of(schedule: ScheduleId, at: Micros, now: Micros) -> JobId:
-    """Returns the id of a run's job. The time in the id is the time of the firing, because that time counts for the
-    dedup horizon. The row of a run, and not this id, ensures that the run is stored only once."""
+    """Returns the id of a run's job. The time in the id is the time at which the schedule fires, because shards compare
+    that time with the horizon. The row of a run, and not this id, ensures that the run is stored only once."""
     digest = int.from_bytes(hashlib.blake2b(f"{schedule} {at}".encode(), digest_size=10).digest())
     number = now // 1000 << 80 | 0x7 << 76 | (digest >> 62 & 0xFFF) << 64 | 0b10 << 62 | digest & (1 << 62) - 1
     return JobId(str(UUID(int=number)))
 
 
 async def store_runs(connection: Connection, runs: Sequence[NewRun]) -> Stored:
-    """Stores runs and their jobs. The transaction has locked the schedules. An instant that has a run keeps that run,
-    except as store_runs.sql says. Raises UnknownQueue, after which the transaction must not commit."""
+    """Stores runs and their jobs. The transaction must have locked the schedules. An instant that has a run already
+    keeps that run; store_runs.sql names the exceptions. Raises UnknownQueue, after which the transaction must not
+    commit."""
     runs = await _tell_all(connection, runs)
     if not runs:
         return Stored(0, set())
@@ -96,8 +97,8 @@ async def store_runs(connection: Connection, runs: Sequence[NewRun]) -> Stored:
 
 async def _tell_all(connection: Connection, runs: Sequence[NewRun]) -> Sequence[NewRun]:
     """Makes sure that skips of several instants are recorded. Such a skip is recorded at its first instant. If that
-    instant has a run already, for example of a backfill, the skip would not be stored, and no record would tell of the
-    other instants. So this function moves the skip to its first instant without a run."""
+    instant has a run already, for example from a backfill, the skip would not be stored, and the skip of the other
+    instants would not be recorded. So this function moves the skip to its first instant without a run."""
     skips = [at for at, new in enumerate(runs) if new.run.through is not None]
     if not skips:
         return runs

@@ -68,8 +68,8 @@ LISTED_BYTES_MAX = 1024 * 1024
 # A backfill stores instants that were skipped for these reasons. An instant that was skipped for an overlap stays
 # skipped.
 _BACKFILLED = {SkipReason.CATCH_UP, SkipReason.PAUSE, SkipReason.RECOVERED}
-# How often, at most, a backfill asks whether the job of the previous run is live. If the schedule fires meanwhile, the
-# backfill asks about the job of the new run.
+# The maximum number of times that a backfill asks whether the job of the previous run is live. If the schedule fires
+# meanwhile, the backfill asks about the job of the new run.
 _ASKS_MAX = 10
 _LISTED = tuple(name for name in TEMPLATE_COLUMNS if name != _PAYLOAD)
 
@@ -99,13 +99,13 @@ async def _nowhere_else(_: JobId) -> bool:
 class ScheduleAdmin:
     """The schedules of one shard. All methods may raise ShardUnavailable. Methods that change something may also raise
     NotOwned and ClockSetBack. `epoch`: the epoch of the placement by which new jobs of the org are written to this
-    shard. `changed` is called when a schedule may have to be looked at earlier than before."""
+    shard. `changed` is called when a router may have to look at a schedule earlier than before."""
 
     def __init__(self, database: Database, store: Store, changed: Callable[[], None] = lambda: None) -> None:
         self._database = database
         self._store = store
         self._changed = changed
-        # Runs one call after another, and serves the orgs in turn (I4).
+        # Runs one call after another, and serves the orgs in turn (invariant I4).
         self._calls = single_calls(lambda: ShardUnavailable(database.name, "earlier calls about schedules take long"))
 
     async def create(
@@ -158,9 +158,9 @@ class ScheduleAdmin:
         *,
         epoch: int,
     ) -> Found:
-        """Changes a schedule. `change` gets the present spec and template, and returns the new ones. A changed timing
-        counts from now on: instants until now that are not decided yet are recorded as skipped. Raises UnknownSchedule,
-        BadSchedule, TooManyQueues."""
+        """Changes a schedule. `change` gets the present spec and template, and returns the new spec and template. A
+        changed timing applies from now on. Instants of the old timing until now that are not decided yet are recorded
+        as skipped. Raises UnknownSchedule, BadSchedule, TooManyQueues."""
         return await self._in_turn(org, partial(self._update, org, name, change, epoch))
 
     async def _update(
@@ -201,7 +201,7 @@ class ScheduleAdmin:
         """Records the undecided instants of a locked schedule until now as skipped, because they belong to its old
         timing."""
         schedule, now = found
-        # A timing that has become invalid, for example because its time zone is gone, has no instants.
+        # A timing that has become invalid, for example because its time zone no longer exists, has no instants.
         if calendar.faults(schedule.spec.timing):
             return
         reason = SkipReason.CATCH_UP if schedule.paused_at is None else SkipReason.PAUSE
@@ -210,7 +210,7 @@ class ScheduleAdmin:
             await self._store_runs(connection, found, [skipped], buffered=schedule.buffered)
 
     async def set_paused(self, org: OrgId, name: ScheduleName, *, paused: bool, epoch: int) -> Found:
-        """Pauses or resumes a schedule. Changes nothing if the schedule already is as `paused` says. Raises
+        """Pauses or resumes a schedule. Changes nothing if the schedule already is in that state. Raises
         UnknownSchedule."""
         return await self._in_turn(org, partial(self._set_paused, org, name, paused, epoch))
 
@@ -233,7 +233,7 @@ class ScheduleAdmin:
         return answer
 
     async def delete(self, org: OrgId, name: ScheduleName, *, epoch: int) -> None:
-        """Deletes a schedule and its runs; its jobs stay. Raises UnknownSchedule."""
+        """Deletes a schedule and its runs, but not its jobs. Raises UnknownSchedule."""
         await self._in_turn(org, partial(self._delete, org, name, epoch))
 
     async def _delete(self, org: OrgId, name: ScheduleName, epoch: int) -> None:
@@ -266,7 +266,7 @@ class ScheduleAdmin:
 
     async def list(self, org: OrgId, *, declared_by: str, page_size: int, page_token: str) -> tuple[list[Found], str]:
         """Returns a page of schedules by name, without payloads, and the token of the next page (empty on the last
-        one). The page ends early with the schedule whose attributes fill LISTED_BYTES_MAX. Raises BadPageToken."""
+        page). The page ends early with the schedule whose attributes fill LISTED_BYTES_MAX. Raises BadPageToken."""
         parameters = {
             "org": org,
             "after": _unpack(page_token) if page_token else "",
@@ -279,9 +279,9 @@ class ScheduleAdmin:
         return page, _pack(page[-1].schedule.name) if page and len(page) < rows[0][-1] else ""
 
     async def trigger(self, org: OrgId, name: ScheduleName, *, request: str | None, epoch: int) -> tuple[JobId, bool]:
-        """Stores a run now, even if the schedule is paused, and whatever its overlap policy is. Returns its job, and
-        whether an earlier call with this `request`, a UUID, had stored it. Raises UnknownSchedule, and UnknownQueue if
-        the queue of its jobs does not exist any more."""
+        """Stores a run now, even if the schedule is paused, and without regard to its overlap policy. Returns the job
+        of the run, and whether an earlier call with this `request`, a UUID, had stored that job. Raises
+        UnknownSchedule, and UnknownQueue if the queue of its jobs does not exist any more."""
         return await self._in_turn(org, partial(self._trigger, org, name, request, epoch))
 
     async def _trigger(self, org: OrgId, name: ScheduleName, request: str | None, epoch: int) -> tuple[JobId, bool]:
@@ -310,7 +310,7 @@ class ScheduleAdmin:
     ) -> Backfilled:
         """Stores a run for each instant from `begin` up to, but not including, `end`. Leaves out instants that have a
         run, unless the run is a skip for a reason in _BACKFILLED. `ended_elsewhere` returns True if a job is live on
-        none of the shards from which jobs of the org move to this one. Raises UnknownSchedule, UnknownQueue,
+        none of the shards from which jobs of the org move to this shard. Raises UnknownSchedule, UnknownQueue,
         BadSchedule, and what `ended_elsewhere` raises."""
         return await self._in_turn(org, partial(self._backfill, org, name, begin, end, overlap, epoch, ended_elsewhere))
 
@@ -325,8 +325,8 @@ class ScheduleAdmin:
         ended_elsewhere: Callable[[JobId], Awaitable[bool]],
     ) -> Backfilled:
         self._store.clock.check()
-        # Ask shards about the job of the previous run while no transaction is open. A transaction would hold a
-        # connection and the lock of the schedule for that long.
+        # Ask shards about the job of the previous run while no transaction is open. An open transaction would hold a
+        # connection and the lock of the schedule while the shards are asked.
         live: dict[JobId, bool] = {}
         for _ in range(_ASKS_MAX):
             answer = await self._backfill_if_known(org, name, begin, end, overlap, epoch, live)
@@ -348,8 +348,8 @@ class ScheduleAdmin:
         epoch: int,
         live: Mapping[JobId, bool],
     ) -> Backfilled | JobId:
-        """Backfills. If it matters whether a job is live, and `live` does not have it, does nothing and returns the
-        job."""
+        """Does the backfill. If the backfill depends on whether a job is live, and `live` does not have this job, does
+        nothing and returns the job."""
         async with self._locked(org, name, epoch) as (connection, found):
             schedule, now = found
             if end > now:
@@ -388,9 +388,9 @@ class ScheduleAdmin:
     async def _rest(
         self, connection: Connection, schedule: ScheduleRecord, skipped: Run, new: Collection[Micros]
     ) -> Run | None:
-        """`skipped` may be one record for several skipped instants, stored under the first of them. If that instant
-        gets a run now, the later instants need a new record, which begins at the first of them without a run. Returns
-        that record, or None if none is needed."""
+        """`skipped` may be one record for several skipped instants, stored under the first of them. If the first
+        instant gets a run now, the later instants need a new record, stored under the first of them that has no run.
+        Returns the new record, or None if no new record is needed."""
         if skipped.through is None or skipped.at not in new:
             return None
         first = await self._first_without_run(connection, schedule, skipped.at, new)
@@ -401,9 +401,9 @@ class ScheduleAdmin:
     async def _find_undecided(
         self, connection: Connection, schedule: ScheduleRecord, new: Collection[Micros]
     ) -> Micros | None:
-        """Returns the first instant that is still undecided after the instants of `new` have got runs. This instant
-        must have no run. Otherwise, if it were skipped together with later instants, nothing would record the skip of
-        the later ones, because a skip is recorded at its first instant."""
+        """Returns the first instant that is still undecided after the instants of `new` have got runs. The returned
+        instant must have no run, because a skip of several instants is recorded at its first instant. If the first
+        instant had a run, the skip of the later instants would not be recorded."""
         if schedule.next_at is None or schedule.next_at not in new:
             return schedule.next_at
         return await self._first_without_run(connection, schedule, schedule.next_at, new)
@@ -424,7 +424,7 @@ class ScheduleAdmin:
     async def _find_runs(
         self, connection: Connection, schedule: ScheduleId, instants: Sequence[Micros]
     ) -> Sequence[Run]:
-        """Returns the runs of these instants, as far as there are any."""
+        """Returns the runs of these instants. Leaves out instants without a run."""
         parameters = {"id": schedule, "ats_us": arrays.numbers(instants)}
         return [_run(row) for row in await connection.run(statements.FIND_RUNS, parameters)]
 
@@ -477,7 +477,8 @@ class ScheduleAdmin:
             async with self._database.transaction() as connection:
                 yield connection, await self._lock(connection, org, name, epoch)
         except UnknownSchedule:
-            # Ask only here, where the transaction does not hold a connection any more.
+            # Ask only after the transaction has ended, so that this call does not hold a connection while it takes
+            # another one.
             await self._refuse_unowned(org, epoch)
             raise
 
@@ -530,7 +531,7 @@ def instants_between(timing: Timing, begin: Micros, end: Micros) -> list[Micros]
 
 
 def _run(row: Sequence[Any]) -> Run:
-    """Reads what read_runs.sql and find_runs.sql return."""
+    """Makes a Run from a row of read_runs.sql or find_runs.sql."""
     at, cause, outcome, through, skipped_for, job_id, decided_at = row
     return Run(
         at=at,
@@ -544,7 +545,7 @@ def _run(row: Sequence[Any]) -> Run:
 
 
 def _found(row: Sequence[Any]) -> Found:
-    """Reads the columns of {{schedule_record}}, the org, the payload and the time."""
+    """Makes a Found from a row with the columns of {{schedule_record}}, the org, the payload and the time."""
     first = 2 + len(SPEC_COLUMNS)
     then = first + len(_LISTED)
     schedule, name = row[:2]

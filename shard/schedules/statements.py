@@ -1,4 +1,4 @@
-"""The SQL statements of this package, each from its file in sql/. Other packages may run only those that
+"""The SQL statements of this package, each from its file in sql/. Other packages may run only the statements that
 tests/unit/test_statements.py names."""
 
 from __future__ import annotations

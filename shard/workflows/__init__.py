@@ -1,2 +1,2 @@
-"""Workflows of one shard: stored, looked at, changed and swept. Functions of the database fold them when nodes end
+"""Stores, reads, changes and sweeps the workflows of one shard. Functions of the database fold workflows when nodes end
 (docs/internals.md, "Folding workflows")."""

@@ -43,12 +43,12 @@ from shard.workflows.calls import LockedWorkflow, WorkflowCalls
 from shard.workflows.store_parameters import Growth, store_parameters
 
 _TRIES_MAX = 6
-# The reason that the history of a job gives if the job has given up its lease to wait for nodes.
+# The reason in the history of a job that has given up its lease to wait for nodes.
 WAITS = "waits for nodes that it has added"
 
 
 class _Known(NamedTuple):
-    """A node that the workflow has, in the order of find_nodes.sql's columns after the name."""
+    """A node that the workflow has. The fields have the order of find_nodes.sql's columns, which follow the name."""
 
     number: int
     job: JobId
@@ -75,7 +75,7 @@ class _Size(NamedTuple):
     is_paused: bool
 
     def plus(self, workflow: WorkflowId, *, nodes: int = 0, edges: int = 0) -> _Size:
-        """Returns the size with so many more nodes and edges. Raises TooManyNodes."""
+        """Returns the size with these numbers of nodes and edges added. Raises TooManyNodes."""
         if self.nodes + nodes > NODES_MAX:
             raise TooManyNodes(workflow, "nodes", present=self.nodes, more=nodes, bound=NODES_MAX)
         if self.edges + edges > EDGES_MAX:
@@ -97,26 +97,26 @@ class NodeAdder:
         self._calls = calls
 
     async def node_of(self, org: OrgId, workflow: WorkflowId, lease: Lease) -> int:
-        """Returns the number of the node whose job has this lease. The job must be on this shard, and the node in this
-        workflow. Raises LeaseEnded."""
+        """Returns the number of the node whose job has this lease. The job must be on this shard, and the node must be
+        in this workflow. Raises LeaseEnded."""
         parameters = _lease_parameters(org, workflow, lease)
         return _node_of(await self._calls.read(org, statements.FIND_LEASE, parameters), workflow, lease)
 
     async def unknown(self, nodes: NewNodes) -> list[int]:
-        """Returns the positions of those nodes that the workflow does not have."""
+        """Returns the positions, in `nodes`, of the nodes that the workflow does not have."""
         parameters = _names_parameters(nodes.jobs.org, nodes.workflow, nodes.names)
         known = {row[0] for row in await self._calls.read(nodes.jobs.org, statements.FIND_NODES, parameters)}
         return [at for at, name in enumerate(nodes.names) if name not in known]
 
     async def add(self, nodes: NewNodes, *, adder: Lease | int, epoch: int) -> AddedNodes:
-        """Adds nodes to a workflow that runs. Nodes that the same job has added before stay as they are. If the job
-        must wait for the nodes, ends its lease, and blocks the job.
+        """Adds nodes to a workflow that runs. Does not change nodes that the same job has added before. If the job must
+        wait for the nodes, ends the job's lease and blocks the job.
 
-        `adder`: the lease of the job that adds the nodes. If that job is on another shard, which has checked its lease,
-        `adder` is the number of the job's node. Then this method cannot end the lease. If the job must wait, the caller
-        must give it back on its shard. The job then runs again, on this shard, and waits. Raises LeaseEnded,
-        UnknownWorkflow, WorkflowEnded, NodeEnded, NodeExists, NodeMayWaitForJob, UnknownNode, TooManyNodes,
-        TooManyQueues."""
+        `adder`: the lease of the job that adds the nodes. If that job is on another shard, the caller has checked its
+        lease there, and `adder` is the number of the job's node. Then this method cannot end the lease. If the job must
+        wait, the caller must give the job back on the other shard. The job later runs again, on this shard, and then
+        waits. Raises LeaseEnded, UnknownWorkflow, WorkflowEnded, NodeEnded, NodeExists, NodeMayWaitForJob, UnknownNode,
+        TooManyNodes, TooManyQueues."""
         org = nodes.jobs.org
         for _ in range(_TRIES_MAX):
             ids = await self._calls.in_turn(org, partial(self._queues_for, nodes, epoch))
@@ -134,8 +134,8 @@ class NodeAdder:
         raise ShardUnavailable(self._database.name, "the ids of its queues keep changing")
 
     async def _queues_for(self, nodes: NewNodes, epoch: int) -> dict[QueueName, QueueId]:
-        """Returns the ids of the nodes' queues, and makes the queues that do not exist. Refuses first what cannot be
-        stored, because a shard that does not own the org's slot must not get a queue of this org."""
+        """Returns the ids of the nodes' queues, and makes the queues that do not exist. Before that, refuses nodes that
+        cannot be stored, because a shard that does not own the org's slot must not get a queue of this org."""
         org = nodes.jobs.org
         await self._calls.refuse_unowned(org, epoch)
         if not await self._database.run(statements.GET_WORKFLOW, {"org": org, "id": nodes.workflow}):
@@ -153,10 +153,10 @@ class NodeAdder:
         adder: Lease | int,
         epoch: int,
     ) -> tuple[AddedNodes, set[QueueId]]:
-        """Adds nodes under the workflow's lock, which every fold needs too. So either the end of the last node was
-        folded before, and the workflow has ended, or the fold of that end will find the new nodes. The same holds for
-        the end of the job that adds the nodes. Also returns the queue of that job if the job has given up its lease to
-        wait."""
+        """Adds nodes under the workflow's lock, which every fold needs too. So there are two cases. Either the end of
+        the last node was folded before, and the workflow has ended. Or the fold of that end will find the new nodes.
+        The same is true for the end of the job that adds the nodes. If that job has given up its lease to wait, also
+        returns its queue."""
         connection, workflow, org = locked.connection, nodes.workflow, nodes.jobs.org
         lease = None if isinstance(adder, int) else adder
         has_waited = False
@@ -164,7 +164,7 @@ class NodeAdder:
             parameters = _lease_parameters(org, workflow, adder)
             rows = await connection.run(statements.FIND_LEASE, parameters)
             if not rows and nodes.wait is not None:
-                # The answer of an earlier call, which has ended the lease, may have been lost.
+                # An earlier call may have ended the lease, and its answer may have been lost.
                 rows = await connection.run(statements.FIND_WAIT, parameters)
                 has_waited = bool(rows)
             adder = _node_of(rows, workflow, adder)
@@ -184,7 +184,8 @@ class NodeAdder:
         stored = [known[name] for name in nodes.names if name in known]
         is_doomed = nodes.wait is OnFailed.CANCEL and any(node.has_failed for node in stored)
         goes_on = not new and not is_doomed and all(node.has_ended for node in stored)
-        # A job that was redriven may go on after the end of its workflow, because it changes nothing there.
+        # A job that was redriven may continue after the end of its workflow, because in this case it changes nothing in
+        # the workflow.
         size = await self._size(locked, nodes, new, must_run=not goes_on)
         if nodes.wait is not None:
             await self._refuse_cycles(locked, nodes, new, known)
@@ -199,8 +200,8 @@ class NodeAdder:
         return AddedNodes([known[name].job for name in nodes.names], len(new), waits), freed_in
 
     async def _size(self, locked: LockedWorkflow, nodes: NewNodes, new: Sequence[int], *, must_run: bool) -> _Size:
-        """Returns the size that the workflow has with the nodes at the positions `new`. Raises WorkflowEnded if the
-        workflow must run and does not, and TooManyNodes if it has no room for these nodes."""
+        """Returns the size that the workflow has with the nodes at the positions `new`. With `must_run`, raises
+        WorkflowEnded if the workflow does not run. Raises TooManyNodes if it has no room for these nodes."""
         more_edges = sum(len(nodes.after.get(at, ())) for at in new)
         parameters = {"flow": locked.flow, "edges": more_edges > 0 or nodes.wait is not None}
         size = _Size._make((await locked.connection.run(statements.READ_SIZE, parameters))[0])
@@ -211,11 +212,11 @@ class NodeAdder:
     async def _refuse_cycles(
         self, locked: LockedWorkflow, nodes: NewNodes, new: Sequence[int], known: Mapping[NodeName, _Known]
     ) -> None:
-        """Refuses cycles: the job that adds the nodes waits for them, so none of them may wait for its node. The nodes
-        of the call, which are new or were added by this job before, may wait only for each other, for nodes that have
-        ended, and for nodes that their own jobs have added. The same rule holds for the nodes that those jobs have
-        added. So every open node for which any of these nodes waits was added later than the node of this job, and
-        cannot be that node. Raises NodeMayWaitForJob."""
+        """Refuses cycles. The job that adds the nodes waits for them, so none of these nodes may wait for the job's own
+        node. The nodes of the call are new, or this job added them before. They may wait only for each other, for nodes
+        that have ended, and for nodes that their own jobs have added. The same rule applies to the nodes that those
+        jobs have added. So every node that has not ended and for which one of these nodes waits was added later than
+        the job's own node, and cannot be that node. Raises NodeMayWaitForJob."""
         names = set(nodes.names)
         for at in new:
             for parent, _ in nodes.after.get(at, ()):
@@ -250,7 +251,7 @@ class NodeAdder:
         self, locked: LockedWorkflow, workflow: WorkflowId, adder: int, lease: Lease, *, is_doomed: bool
     ) -> QueueId:
         """Blocks the job of the node `adder`, and ends its lease. Returns the queue of the job. `is_doomed`: the job
-        will never run again, because a node that it waits for has failed."""
+        will never run again, because a node for which it waits has failed."""
         parameters = {
             "flow": locked.flow,
             "node": adder,
@@ -279,8 +280,8 @@ class NodeAdder:
         size: _Size,
         epoch: int,
     ) -> None:
-        """Stores the nodes at the positions `new`, and adds them to `known`. `size`: the size that the
-        workflow then has."""
+        """Stores the nodes at the positions `new`, and adds them to `known`. `size`: the size of the workflow with
+        these nodes."""
         connection, flow, workflow, org = locked.connection, locked.flow, nodes.workflow, nodes.jobs.org
         numbers = range(size.nodes - len(new), size.nodes)
         for number, at in zip(numbers, new, strict=True):
@@ -293,9 +294,9 @@ class NodeAdder:
                 edges.append(Edge(number, known[parent].number, policy))
         edges.sort()
         ended = {node.number for node in known.values() if node.has_ended}
-        # A node looks at one parent at a time, the one with the highest number first. Here that is the parent with the
-        # highest number that has not ended. If all its parents have ended, it is the parent with the highest number.
-        # The ends of parents that have ended are appended again below, so that the fold finds the node.
+        # The column waits_on of a node has one parent at a time: of the parents that have not ended, the parent with
+        # the highest number. If all parents have ended, it is the parent with the highest number of all. The ends of
+        # such parents are appended again below, so that the fold finds the node.
         waits_on = {edge.node: edge.parent for edge in edges}
         waits_on |= {edge.node: edge.parent for edge in edges if edge.parent not in ended}
         jobs = nodes.jobs.only(new)
@@ -316,7 +317,7 @@ class NodeAdder:
         try:
             ((_, _, admitted, _),) = await connection.run(statements.STORE_WORKFLOW, parameters)
         except psycopg.errors.UniqueViolation as error:
-            # Somebody has taken the id of one of the jobs.
+            # Another job already has the id of one of these jobs.
             raise WorkflowExists(org, workflow) from error
         if admitted < len(ids):
             raise _QueuesChanged

@@ -1,5 +1,5 @@
-"""What all calls about the workflows of one shard have in common: the orgs' turns, the queues of new jobs, and changes
-under the lock of a workflow.
+"""Code that all calls about the workflows of one shard share: it lets the orgs take turns, finds the queues of new
+jobs, and makes changes under the lock of a workflow.
 
 A change locks the workflow first, in a statement of its own, so that the statements after it see what all earlier folds
 have done (docs/decisions/0054-ends-of-nodes-are-appended-and-folded.md).
@@ -40,14 +40,14 @@ class LockedWorkflow(NamedTuple):
 
 
 class WorkflowCalls:
-    """Runs the calls about the workflows of one shard. All methods may raise ShardUnavailable, and those that wait for
-    the org's turn also TooManyWaiting."""
+    """Runs the calls about the workflows of one shard. All methods may raise ShardUnavailable. Methods that wait for
+    the org's turn may also raise TooManyWaiting."""
 
     def __init__(self, database: Database, store: Store) -> None:
         self._database = database
         self._store = store
-        # Serves the orgs in turn (I4). At most three acts run at the same time, the extra act of the coalescer
-        # included. Each act uses one connection at a time.
+        # Serves the orgs in turn (invariant I4). At most three acts run at the same time, including the extra act of
+        # the coalescer. Each act uses one connection at a time.
         self._calls = single_calls(
             lambda: ShardUnavailable(database.name, "earlier calls about workflows take long"), acts_max=2
         )
@@ -101,8 +101,8 @@ class WorkflowCalls:
                 ((flow, org_id, state),) = rows
                 yield LockedWorkflow(connection, flow, org_id, WorkflowState(state))
                 return
-        # Ask about the slot only after the transaction has ended. Acts that hold a connection and need a second one
-        # would wait for each other.
+        # Ask about the slot only after the transaction has ended. If several acts held a connection and needed a second
+        # connection, they could wait for each other.
         await self.refuse_unowned(org, epoch)
         raise UnknownWorkflow(org, workflow)
 
@@ -114,8 +114,8 @@ class WorkflowCalls:
     async def queue_ids(
         self, org: OrgId, queues: Sequence[QueueName], *, check: Callable[[Micros], Awaitable[None]] | None = None
     ) -> dict[QueueName, QueueId]:
-        """Returns the ids of the queues, and makes the queues that do not exist; `check` is as in QueueIds.make. Raises
-        TooManyQueues."""
+        """Returns the ids of the queues, and makes the queues that do not exist. `check` has the same meaning as for
+        QueueIds.make. Raises TooManyQueues."""
         numbers = await self._store.names.make([(org, queue) for queue in queues], check=check)
         if len(numbers) < len(queues):
             missing = [queue for queue in queues if (org, queue) not in numbers]

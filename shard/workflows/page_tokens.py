@@ -1,4 +1,4 @@
-"""The tokens that name the next page of workflows, nodes or parents: where that page begins."""
+"""Makes and reads the tokens that say where the next page of workflows, nodes or parents begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parameters of store_workflow.sql, which stores a new workflow, or nodes that are added to one."""
+"""The parameters of store_workflow.sql. This statement stores a new workflow, or adds nodes to a workflow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Growth(NamedTuple):
 
     flow: int
     is_paused: bool
-    # The parent for which each new node waits, by the number of the node. Nodes without parents have no entry.
+    # The parent for which each new node waits first, by the number of the node. Nodes without parents have no entry.
     waits_on: Mapping[int, int]
 
 

@@ -1,9 +1,9 @@
-"""Continues the folds that have left work in workflows of one shard, and forgets old workflows.
+"""Continues folds that have not done all work in workflows of one shard, and forgets old workflows.
 
 The transaction that ends a job also folds that end (shard/postgres/functions/fold_at_commit.sql), but releases and
-cancels at most one portion of jobs (fold_portion.sql). If work is left, the transaction notifies the routers. Sweeps
-find the work of which no notification tells: jobs that were locked when they were to be released, and what moves and
-killed processes have left (I7).
+cancels at most one portion of jobs (fold_portion.sql). If work remains, the transaction notifies the routers. Sweeps
+find the work about which there was no notification: jobs that were locked when they were to be released, and work that
+remained after a move or after a process was killed (invariant I7).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from shard.queue.store import Store
 from shard.workflow import KEPT_DAYS, WorkflowId
 from shard.workflows import statements
 
-# How many workflows with ends that no fold has processed, and how many with jobs that wait to be released or cancelled,
-# one sweep visits.
+# How many workflows of each kind one sweep visits: workflows with ends that no fold has processed, and workflows with
+# jobs that wait to be released or cancelled.
 _ROWS = 1_000
 # How many workflows a statement deletes. A workflow may have 110,000 rows, and a statement that deletes many workflows
 # would exceed its time limit each time.
 _FORGOTTEN_AT_ONCE = 10
-# While other sessions hold the lock of a workflow, its fold is tried again after this pause, up to this many times.
-# After that, the fold is left to the next sweep.
+# While other sessions hold the lock of a workflow, its fold is tried again after this pause, up to _BUSY_MAX times.
+# After that, only the next sweep continues the fold.
 _BUSY_PAUSE_S = 0.010
 _BUSY_MAX = 100
-# Upper bound for the workflows that wait for `go_on`. Further workflows are left to the sweep.
+# Upper bound for the workflows that wait for `go_on`. Only sweeps continue the folds of more workflows.
 _LEFT_MAX = 10_000
 
 # The number of an org on this shard, and the id of a workflow.
@@ -59,20 +59,20 @@ class WorkflowSweep:
         self._has_left = asyncio.Event()
 
     def left(self, workflows: Collection[Left]) -> None:
-        """Notes that folds of these workflows have left work, which `go_on` then does."""
+        """Notes that folds of these workflows have not done all work. `go_on` then continues these folds."""
         if len(self._left) + len(workflows) <= _LEFT_MAX:
             self._left |= dict.fromkeys(workflows)
             self._has_left.set()
 
     async def go_on(self) -> None:
-        """Waits until `left` is called, and continues the folds of these workflows. After an error, a sweep continues
-        them."""
+        """Waits until `left` is called, and continues the folds of the workflows that it noted. After an error, a sweep
+        continues these folds."""
         await self._has_left.wait()
         await self._finish([])
 
     async def sweep(self) -> None:
-        """Finds workflows with work that folds have left, and continues their folds. If there are more workflows than
-        one sweep may visit, the next sweep goes on after the last visited one."""
+        """Finds workflows whose folds have not done all work, and continues these folds. If there are more workflows
+        than one sweep may visit, the next sweep begins after the last workflow that was visited."""
         after_org, after_workflow = self._after_arrived
         parameters = {
             "after_org": after_org,
@@ -90,7 +90,7 @@ class WorkflowSweep:
         await self._finish([(org_id, WorkflowId(id_)) for *_, org_id, id_, is_unfolded in found if is_unfolded])
 
     async def finish(self, org_id: int, workflow: WorkflowId) -> None:
-        """Continues the fold of a workflow, until no work is left."""
+        """Continues the fold of a workflow, until all work is done."""
         await self._finish([(org_id, workflow)])
 
     async def forget(self) -> None:
@@ -100,8 +100,8 @@ class WorkflowSweep:
             pass
 
     async def _finish(self, workflows: Sequence[Left]) -> None:
-        """Continues the folds of these workflows, and of those for which `left` was called. Folds a portion of each
-        workflow in turn, until no work is left, or until other sessions have held the remaining locks for long."""
+        """Continues the folds of these workflows, and of the workflows that `left` has noted. Folds a portion of each
+        workflow in turn, until all work is done, or until _BUSY_MAX tries in a row found only locked workflows."""
         busy = 0
         while True:
             workflows = [*dict.fromkeys([*workflows, *self._left])]

@@ -1,4 +1,4 @@
-"""Starts workflows, looks at them, cancels and pauses them, and skips their nodes."""
+"""Starts, reads, cancels and pauses workflows, and skips their nodes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from shard.workflows.sweep import WorkflowSweep
 
 _TRIES_MAX = 6
 _FAULTS_MAX = 100
-# Job.reason of the job of a skipped node.
+# The `Job.reason` of the job of a skipped node.
 SKIPPED = "its node was skipped"
 # Why a node whose job was cancelled takes no signal.
 UNSIGNALLED = "no signal came in time, or it was cancelled"
@@ -82,7 +82,7 @@ class WorkflowAdmin:
             except psycopg.errors.UniqueViolation as error:
                 if error.diag.constraint_name == "workflow_retry":
                     await self._refuse_second_retry(workflow)
-                # Another call stores the same workflow now, or somebody has taken the id of one of its jobs.
+                # Another call stores the same workflow now, or another job already has the id of one of its jobs.
                 if await self._is_known(org, workflow.id, workflow.digest):
                     return True
                 raise WorkflowExists(org, workflow.id) from error
@@ -146,8 +146,8 @@ class WorkflowAdmin:
     async def list_workflows(
         self, org: OrgId, *, state: WorkflowState | None, page_size: int, page_token: str
     ) -> tuple[list[WorkflowRecord], str]:
-        """Returns a page of workflows, the newest first, and the token of the next page (empty on the last one). Raises
-        BadPageToken."""
+        """Returns a page of workflows, the newest first, and the token of the next page (empty on the last page).
+        Raises BadPageToken."""
         parameters = {
             "org": org,
             "before": unpack_id(page_token) if page_token else _LAST_ID,
@@ -185,7 +185,7 @@ class WorkflowAdmin:
         return list(map(ParentRecord._make, await self._calls.read(org, statements.LIST_PARENTS, parameters)))
 
     async def find_signal(self, org: OrgId, workflow: WorkflowId, node: NodeName) -> SignalNode:
-        """Returns a node that has had its signal, or may still get it. Raises UnknownWorkflow, UnknownNode,
+        """Returns a node that has got its signal, or may still get it. Raises UnknownWorkflow, UnknownNode,
         NotSignalled."""
         rows = await self._calls.read(org, statements.FIND_SIGNAL, {"org": org, "id": workflow, "name": node})
         if not rows:
@@ -221,8 +221,8 @@ class WorkflowAdmin:
         await self._calls.change(org, workflow, act, epoch=epoch)
 
     async def doom(self, org: OrgId, workflow: WorkflowId, *, reason: str, epoch: int) -> list[JobId]:
-        """Cancels the blocked jobs of a workflow. Returns its other jobs that have not ended, for the caller to cancel:
-        they may be on another shard. Raises UnknownWorkflow."""
+        """Cancels the blocked jobs of a workflow. Returns its other jobs that have not ended. The caller must cancel
+        them, because they may be on another shard. Raises UnknownWorkflow."""
         org_id = await self.begin_cancel(org, workflow, reason=reason, epoch=epoch)
         await self._calls.in_turn(org, partial(self._sweep.finish, org_id, workflow))
         rows = await self._calls.read(org, statements.FIND_RELEASED, {"org": org, "id": workflow})
@@ -239,10 +239,10 @@ class WorkflowAdmin:
         return await self._calls.change(org, workflow, act, epoch=epoch)
 
     async def skip(self, org: OrgId, workflow: WorkflowId, node: NodeName, *, epoch: int) -> JobId:
-        """Ends a node as if it had succeeded; does nothing if it was skipped before. Cancels the job of the node if the
-        job is blocked. Returns the job: if it was released, the caller cancels it. Raises UnknownWorkflow, UnknownNode,
-        NodeEnded. Also raises ShardUnavailable if another session has locked the blocked job, or if the job is on its
-        way from another shard."""
+        """Ends a node as if it had succeeded. Does nothing if the node was skipped before. Cancels the job of the node
+        if the job is blocked. Returns the job. If the job was released, the caller must cancel it. Raises
+        UnknownWorkflow, UnknownNode, NodeEnded. Also raises ShardUnavailable if another session has locked the blocked
+        job, or if the job is on its way from another shard."""
 
         async def act(locked: LockedWorkflow) -> JobId:
             rows = await locked.connection.run(statements.FIND_NODE, {"flow": locked.flow, "name": node})
@@ -256,8 +256,8 @@ class WorkflowAdmin:
             parameters = {"org_id": locked.org_id, "id": workflow, "node": number}
             await locked.connection.run(statements.APPEND_SKIP, parameters)
             if state != "released":
-                # The job is cancelled in this transaction, because nothing else would find it later. The skip
-                # comes first, because only the first end of a node counts.
+                # Cancel the job in this transaction, because nothing else would find the job later. The skip was
+                # appended before that, because only the first end of a node counts.
                 parameters = {"org_id": locked.org_id, "job_id": job, "reason": SKIPPED}
                 ((cancelled,),) = await locked.connection.run(statements.CANCEL_BLOCKED_JOB, parameters)
                 if not cancelled:

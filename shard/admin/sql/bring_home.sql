@@ -1,9 +1,10 @@
 -- Stores jobs of one org that were stray on another shard, if this shard owns the org's slot since this epoch or an
--- earlier one. Returns how many of the queues were admitted (if not all, nothing is stored) and which jobs were stored.
--- Does not store a live job that is live here already, or a dead job that is dead here already. Fails with WD001, and
--- stores nothing, if one of the jobs is here in another state, for example finished.
+-- earlier epoch. Returns how many of the queues were admitted, and which jobs were stored. If not all queues were
+-- admitted, stores nothing. Does not store a live job that is live on this shard already, or a dead job that is dead on
+-- this shard already. Fails with WD001, and stores nothing, if this shard has one of the jobs in another state, for
+-- example finished.
 WITH lane AS MATERIALIZED (
-    -- OFFSET 0 fences: see enqueue.sql.
+    -- For OFFSET 0, see enqueue.sql.
     SELECT q.queue_id, n.jobs
     FROM unnest(%(queues)s::text[], %(jobs)s::text[]) AS n (queue, jobs)
     CROSS JOIN LATERAL (
@@ -17,9 +18,9 @@ WITH lane AS MATERIALIZED (
         CASE WHEN n.is_signal THEN n.due ELSE d.expires_at END AS expires
     FROM lane
     CROSS JOIN LATERAL unnest(lane.jobs::windrow.departing[]) d
-    -- If the stray copy of a job is blocked, but the job's node was released or has ended here, the job becomes due
-    -- now, because nothing else would release it. So it runs again, like other jobs whose ends were lost. If its node
-    -- waits for a signal, the job waits for the signal again.
+    -- If the stray copy of a job is blocked, but on this shard the job's node was released or has ended, the job
+    -- becomes due now, because nothing else would release it. So the job runs again, like other jobs whose ends were
+    -- lost. If its node waits for a signal, the job waits for the signal again.
     LEFT JOIN LATERAL (
         SELECT n.is_signal, now() + CASE WHEN n.is_signal THEN coalesce(n.delay_us, 0) ELSE 0 END * interval '1 us' AS due
         FROM windrow.workflow w
@@ -36,7 +37,7 @@ WITH lane AS MATERIALIZED (
     )
     SELECT
         a.id, a.here, a.enqueued_at, a.due, a.due, a.expires, a.priority, a.attempt, a.max_attempts,
-        -- Leave out the live key: a job that was enqueued here in the meantime may have the same key.
+        -- Leave out the live key, because a job that was enqueued on this shard in the meantime may have the same key.
         {{unkeyed_content(a)}}, a.history
     FROM arrived a
     WHERE a.reason IS NULL

@@ -1,4 +1,5 @@
--- Every org's books at one moment, in one snapshot: how many jobs were accepted, and where they are now (I5).
+-- Returns every org's books at one moment, from one snapshot: how many jobs were accepted, and in which states they are
+-- now (invariant I5).
 WITH live AS (
     SELECT
         {{org_of(j)}} AS org_id,
@@ -8,7 +9,7 @@ WITH live AS (
     FROM (
         SELECT j.queue_id, j.visible_at, j.lease, j.run_at FROM windrow.job j
         UNION ALL
-        -- An exported job counts in the state that it had before the export, until it is deleted here.
+        -- An exported job counts in the state that it had before the export, until this shard deletes it.
         SELECT d.queue_id, d.run_at, NULL, d.run_at FROM windrow.departing d WHERE d.reason IS NULL
     ) j
     GROUP BY 1
@@ -35,7 +36,7 @@ WITH live AS (
     SELECT t.org_id::bigint AS org_id, sum(t.accepted)::bigint AS accepted FROM windrow.tally t GROUP BY 1
 )
 SELECT
-    -- Also show jobs of an org that has no row: that would be the worst finding.
+    -- Also show jobs of an org that has no row, because such jobs would be the worst finding.
     coalesce(o.org, 'unknown org ' || org_id) AS org,
     coalesce(granted.accepted, 0) AS accepted,
     coalesce(live.scheduled, 0) AS scheduled, coalesce(live.ready, 0) AS ready, coalesce(live.leased, 0) AS leased,

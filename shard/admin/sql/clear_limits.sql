@@ -15,5 +15,5 @@ WITH deleted AS (
 )
 SELECT version.limits_changed
 FROM version
--- All routers listen for this.
+-- All routers listen to this channel.
 CROSS JOIN LATERAL (SELECT pg_notify('windrow_catalog', 'limits ' || version.limits_changed)) told

@@ -1,14 +1,14 @@
--- Counts every org's jobs, unless they were counted within the last max_age_us. A second session that runs this at the
--- same time waits for the first one, and then counts nothing. Only rows that change are written.
+-- Counts every org's jobs, unless they were counted within the last max_age_us. A second session that runs this
+-- statement at the same time waits for the first session, and then counts nothing. Only rows that change are written.
 --
--- A job that was accepted here, and is neither live nor dead here any more, has finished. So two counts show how many
--- jobs were stored between them, and how many finished (the column `ended`). An org has a row as soon as the shard has
--- accepted a job of the org.
+-- A job that this shard has accepted, and that is neither live nor dead on it any more, has finished. So two counts
+-- show how many jobs were stored between them, and how many jobs finished (the column `ended`). An org has a row as
+-- soon as the shard has accepted a job of the org.
 WITH due AS (
     INSERT INTO windrow.org_figures_counted AS c (at, accepted_at) VALUES (now(), now())
     ON CONFLICT (only_row) DO UPDATE
     SET at = now(), accepted_at = now(), before = CASE WHEN c.accepted_at = c.at AND c.at < now() THEN c.at END
-    -- If the time of the last count lies in the future, the clock was set back after it.
+    -- If the time of the last count is in the future, the clock was set back after that count.
     WHERE (c.at <= now() - %(max_age_us)s * interval '1 us' OR c.at > now())
         -- Do not count again if this session has waited for another count: its snapshot does not have the figures of
         -- the other count.
@@ -24,7 +24,7 @@ WITH due AS (
     FROM (
         SELECT j.queue_id, j.visible_at, j.lease, j.run_at FROM windrow.job j
         UNION ALL
-        -- An exported job counts in the state that it had before the export, until it is deleted here.
+        -- An exported job counts in the state that it had before the export, until this shard deletes it.
         SELECT d.queue_id, d.run_at, NULL, d.run_at FROM windrow.departing d WHERE d.reason IS NULL
     ) j
     WHERE EXISTS (SELECT FROM due)
@@ -61,8 +61,8 @@ INSERT INTO windrow.org_figures AS f (
 )
 SELECT
     c.org_id, c.scheduled, c.ready, c.leased, c.dead, c.oldest_ready_us, c.accepted,
-    -- Never negative. The difference would be negative after jobs have moved to another shard, where they now count as
-    -- accepted.
+    -- The result is never negative. The difference itself is negative after jobs have moved to another shard, where
+    -- they now count as accepted.
     CASE WHEN due.before IS NULL THEN 0 ELSE greatest(0, c.accepted - coalesce(o.accepted, 0)) END,
     CASE
         WHEN due.before IS NULL THEN 0

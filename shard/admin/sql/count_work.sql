@@ -1,8 +1,9 @@
 -- Counts the work of one queue of an org or, if the org is NULL, of all orgs' queues with that name. The work is the
 -- jobs that a consumer would get now, and the jobs that are leased. Ready jobs of paused queues, jobs that wait for a
--- group slot, and jobs that are set aside do not count. The count stops at `jobs_max`. It steps in the ready index from
--- each lane that has jobs to the next lane. In that index, leased jobs stand among the jobs that are due later. The
--- statement reads at most `later_max` of these jobs in each lane, the earliest first, because leases end soon.
+-- group slot, and jobs that are set aside do not count. The count stops at `jobs_max`. The statement steps in the ready
+-- index from each lane that has jobs to the next lane. In that index, leased jobs are among the jobs that become
+-- visible later. In each lane, the statement reads at most `later_max` jobs that become visible later, the earliest
+-- first, because leases end soon.
 SELECT count(*) FILTER (WHERE found.ready) AS ready, count(*) FILTER (WHERE NOT found.ready) AS leased
 FROM (
     SELECT job.ready
@@ -39,7 +40,7 @@ FROM (
         -- The recursion ends when the LIMIT is reached.
         SELECT lane.queue_id, lane.priority FROM lane LIMIT %(lanes_max)s::bigint
     ) lane
-    -- OFFSET 0 fence: makes Postgres find the queue by its id, as in claim.sql.
+    -- OFFSET 0 makes Postgres find the queue by its id, as in claim.sql.
     CROSS JOIN LATERAL (
         SELECT {{gives_jobs(w)}} AS gives_jobs FROM windrow.queue w WHERE w.queue_id = lane.queue_id OFFSET 0
     ) w

@@ -1,6 +1,7 @@
--- Creates a queue with the given settings, or lists a deleted queue again. The rows of its org and of its name must
--- exist. Returns no row, and changes nothing, if the queue exists and is listed, if one of these rows is gone, or if
--- the slot is not owned here by an epoch that the caller knows.
+-- Creates a queue with the given settings, or lists a deleted queue again. The rows of the queue's org and of its name
+-- must exist. Returns no row, and changes nothing, in three cases: the queue exists and is listed; one of these rows
+-- does not exist any more; this shard does not own the slot, or owns it only since an epoch that is later than the
+-- caller's.
 WITH made AS (
     INSERT INTO windrow.queue AS q (name_id, org_id, org, queue, slot, org_retention, {{setting_columns}})
     SELECT n.name_id, o.org_id, o.org, n.queue, o.slot, o.retention, {{new_settings}}

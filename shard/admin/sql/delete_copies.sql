@@ -1,6 +1,6 @@
--- Deletes these jobs of an org if they are live or dead here: another shard has each of them, too. Returns how many it
--- deleted. Does not cancel them, because a cancelled record here would be found instead of the job itself after the
--- slot comes back.
+-- Deletes these jobs of an org if they are live or dead on this shard. Another shard has each of them too. Returns how
+-- many it deleted. Does not cancel them: if the slot comes back to this shard, a lookup would find the cancelled record
+-- instead of the job itself.
 WITH live AS (
     DELETE FROM windrow.job j
     WHERE j.id = ANY (%(ids)s::uuid[])

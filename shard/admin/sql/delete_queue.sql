@@ -1,5 +1,5 @@
--- Unlists an empty queue of an owned slot, resets its configuration, and ends its quarantines. The row stays, because
--- finished jobs refer to it.
+-- Unlists an empty queue of an owned slot, resets its configuration, and ends its quarantines. The queue's row is kept,
+-- because finished jobs refer to it.
 WITH unlisted AS (
     UPDATE windrow.queue AS q
     SET {{default_settings}}, listed = false

@@ -1,7 +1,7 @@
 -- Deletes stray jobs from this shard's table of exported jobs if another shard has them: the jobs that were moved there
--- (`brought`), and the jobs that the other shard knew already (`known`). If a second record of a job stayed here, it
--- would be found instead of the job itself after the slot comes back. Returns how many jobs of `brought` and of `known`
--- were deleted.
+-- (`brought`), and the jobs that the other shard knew already (`known`). If this shard kept a second record of a job,
+-- and the slot came back to this shard, a lookup would find the second record instead of the job itself. Returns how
+-- many jobs of `brought` and of `known` were deleted.
 WITH ended AS (
     DELETE FROM windrow.departing d
     WHERE d.slot = %(slot)s AND d.id = ANY (%(brought)s::uuid[] || %(known)s::uuid[])

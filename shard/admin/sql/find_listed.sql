@@ -1,5 +1,6 @@
--- What a list of an org's jobs needs: the shard's time, the beginning of its oldest cold day, the org's number and
--- slot, and the numbers of its queues, or of the named queue. Returns no row if this shard does not know the org.
+-- Reads what a list of an org's jobs needs: the shard's time, the beginning of the shard's oldest cold day, the org's
+-- number and slot, and the numbers of the org's queues, or of the named queue. Returns no row if this shard does not
+-- know the org.
 WITH RECURSIVE first AS (
     -- The oldest day of each retention. Each step reads the first entry of the next retention in the index.
     (SELECT a.retention, a.day FROM windrow.archived a ORDER BY a.retention, a.day LIMIT 1)

@@ -1,4 +1,5 @@
--- The newest entries of the audit log that match, each with the name of the API key that called. NULL matches all.
+-- Returns the newest entries of the audit log that match, each with the name of the API key with which the call was
+-- made. A parameter that is NULL matches all entries.
 SELECT
     a.id::text, a.at, a.principal, a.peer, a.method, a.org, a.queue, a.request::text, a.ended_at, a.outcome,
     a.counts::text, a.calls, k.name AS key_name

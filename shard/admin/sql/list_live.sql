@@ -1,6 +1,7 @@
 -- One page of a queue's blocked, scheduled, ready or leased jobs, including exported jobs, in the order in which they
--- will be claimed. The page ends with the job that fills bytes_max; `found` counts the jobs without this limit. The
--- large columns of a job count with their sizes. Its other columns together have less than 1 KiB, and count as 1 KiB.
+-- will be claimed. The page ends with the job that fills bytes_max. `found` is the number of jobs without this limit.
+-- The large columns of a job count with their sizes. Its other columns together have less than 1 KiB, and count as 1
+-- KiB.
 SELECT
     p.id::text, p.queue, %(state)s::text AS state, p.priority, p.enqueued_at, p.run_at, p.expires_at, p.attempt,
     coalesce(p.max_attempts, p.queue_max_attempts) AS max_attempts,
@@ -8,8 +9,8 @@ SELECT
     coalesce(p.retry, p.queue_retry)::text AS retry, {{short_content(p)}},
     CASE WHEN p.lease IS NOT NULL THEN p.visible_at END AS deadline, p.worker, p.leased_at, NULL::timestamptz AS finished_at, NULL::bytea AS result, NULL::text AS reason, p.history::text,
     p.progress::text, CASE WHEN %(include_payload)s THEN p.checkpoint END AS checkpoint,
-    -- Jobs that are blocked, wait for a group slot or are set aside have 'infinity' here, and come last. Return a
-    -- finite time instead, which the key of the next page can hold.
+    -- Jobs that are blocked, wait for a group slot or are set aside have the visible_at 'infinity', and come last.
+    -- Return a finite time instead, because the key of the next page cannot be infinite.
     least(p.visible_at, timestamptz '9999-12-31') AS visible_at, p.found
 FROM (
     SELECT
@@ -30,8 +31,8 @@ FROM (
                     j.id, j.queue_id, {{answer_columns(j)}}, j.visible_at, j.lease, j.worker, j.leased_at,
                     {{seen_history(j)}} AS history
                 FROM windrow.job j
-                -- Compare with the queue's number itself. If the queue were joined, Postgres would not know that there
-                -- is only one queue, and would sort all its jobs.
+                -- Compare with the queue's number as a parameter. If the statement joined the queue instead, Postgres
+                -- would not know that there is only one queue, and would sort all of its jobs.
                 WHERE j.queue_id = %(queue_id)s AND (%(kind)s = '' OR j.kind = %(kind)s)
                     AND j.id >= %(from_id)s::uuid AND j.id < %(before_id)s::uuid
                     AND (j.priority, j.visible_at, j.id)

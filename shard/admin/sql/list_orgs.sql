@@ -1,7 +1,8 @@
--- The next page of the orgs that live here, with the figures of the last count, sorted by one figure, the largest
--- first.
+-- Returns the next page of the orgs that live on this shard, with the figures of the last count. The page is sorted by
+-- one figure, the largest first.
 WITH here AS MATERIALIZED (
-    -- MATERIALIZED fence: otherwise the planner, which expects few orgs, looks up the slot of each org.
+    -- MATERIALIZED makes Postgres read the slots once. Otherwise the planner, which expects few orgs, would look up the
+    -- slot of each org.
     SELECT s.slot, s.state FROM windrow.owned_slot s
 ), counted AS (
     SELECT
@@ -26,8 +27,9 @@ WITH here AS MATERIALIZED (
         END AS figure
     FROM windrow.org o
     LEFT JOIN counted ON true
-    -- Orgs that are being erased have no slot. A slot that has left this shard stays draining for ever. An org of such
-    -- a slot is listed here only if it has jobs here; the slot's writer lists all orgs of the slot.
+    -- Orgs that are being erased have no slot. A slot that has left this shard has the state draining for ever. This
+    -- shard lists an org of such a slot only if it has jobs of the org. The shard to which the slot's new jobs are
+    -- written lists all orgs of the slot.
     JOIN here ON here.slot = o.slot
     LEFT JOIN windrow.org_figures f ON f.org_id = o.org_id
     WHERE (here.state = 'owned' OR f.scheduled + f.ready + f.leased + f.dead > 0)

@@ -1,11 +1,11 @@
 -- Counts every queue's jobs, unless they were counted within the last max_age_us. Keeps the figures of each of the
--- named_max largest queues, and the sums of all other queues. More than `share` of these named_max queues are of one
--- org only if the other orgs have too few queues. A second session that runs this at the same time waits for the first
--- one, and then counts nothing: `due` has no row for it, and Postgres computes `figures` only for a row that is
--- changed.
+-- named_max largest queues, and the sums of all other queues. One org gets more than `share` of these named_max queues
+-- only if the other orgs have too few queues. A second session that runs this statement at the same time waits for the
+-- first session, and then counts nothing. In that session `due` has no row, and Postgres computes `figures` only for a
+-- row that is changed.
 WITH due AS MATERIALIZED (
-    -- Lock first. An UPDATE alone would compute `figures` before it waits for the row. If the time of the last count
-    -- lies in the future, the clock was set back after it.
+    -- Lock first. An UPDATE alone would compute `figures` before it waits for the row. If the time of the last count is
+    -- in the future, the clock was set back after that count.
     SELECT c.at
     FROM windrow.queue_figures c
     WHERE c.at <= now() - %(max_age_us)s * interval '1 us' OR c.at > now()
@@ -45,7 +45,8 @@ SET
                 z.*, row_number() OVER (PARTITION BY z.org_id ORDER BY z.jobs DESC, z.queue_id) <= %(share)s AS within
             FROM sized z
         ), ranked AS (
-            -- An org's queues beyond its share come last. Otherwise one org with many queues could hide all others.
+            -- The queues of an org that exceed its share come last. Otherwise one org with many queues could hide the
+            -- queues of all other orgs.
             SELECT h.*, row_number() OVER (ORDER BY h.within DESC, h.jobs DESC, h.queue_id) <= %(named_max)s AS named
             FROM shares h
         )

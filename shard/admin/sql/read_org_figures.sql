@@ -1,5 +1,5 @@
 -- Returns the figures of these orgs from the last count of jobs. Leaves out orgs that list_orgs.sql would not list.
--- Each row has the age of that count. If no org is left, returns one row without an org.
+-- Each row has the age of that count. If there are no such orgs, returns one row without an org.
 SELECT
     f.org, coalesce(f.scheduled, 0) AS scheduled, coalesce(f.ready, 0) AS ready, coalesce(f.leased, 0) AS leased,
     coalesce(f.dead, 0) AS dead, (extract(epoch FROM c.at) * 1000000)::bigint - f.oldest_ready_us AS oldest_ready_age_us,

@@ -1,5 +1,5 @@
 -- Returns the figures of the largest queues from the last count of jobs, and one row without a name with the sums of
--- all other queues. The row with the most jobs comes first. A queue that is not known any more, or whose org is being
+-- all other queues. The row with the most jobs comes first. A queue that does not exist any more, or whose org is being
 -- erased (slot -1), has no name either.
 SELECT
     CASE WHEN q.slot >= 0 THEN q.org END AS org,
@@ -12,6 +12,6 @@ CROSS JOIN LATERAL (
         (one ->> 0)::bigint AS queue_id, (one ->> 1)::bigint AS scheduled, (one ->> 2)::bigint AS ready,
         (one ->> 3)::bigint AS leased, (one ->> 4)::bigint AS dead, (one ->> 5)::double precision AS oldest_ready_s
 ) f
--- OFFSET 0 fence: one lookup for each row of figures, never a scan of all queues.
+-- OFFSET 0 makes Postgres do one lookup for each row of figures, and never a scan of all queues.
 LEFT JOIN LATERAL (SELECT q.org, q.queue, q.slot FROM windrow.queue q WHERE q.queue_id = f.queue_id OFFSET 0) q ON true
 ORDER BY f.scheduled + f.ready + f.leased + f.dead DESC, f.queue_id

@@ -1,6 +1,6 @@
--- The jobs of a slot in this shard's table of exported jobs, with one row for each queue: the ids of the jobs, and
--- their rows as text. Any move or recovery may have put them there. Without `older`, returns only jobs whose ids were
--- made within the last 7 days.
+-- Returns the jobs of a slot in this shard's table of exported jobs. Each queue has one row, with the ids of its jobs
+-- and their rows as text. Any move or recovery may have put them there. Without `older`, returns only jobs whose ids
+-- were made within the last 7 days.
 SELECT q.org, q.queue, array_agg(d.id::text) AS ids, array_agg(d.job)::text AS jobs
 FROM (
     SELECT d AS job, d.id, d.queue_id

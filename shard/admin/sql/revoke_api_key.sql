@@ -1,4 +1,4 @@
--- Revokes an API key, and notifies all routers. A key that is revoked already stays as it is. Returns the key, or no
+-- Revokes an API key, and notifies all routers. Does not change a key that is revoked already. Returns the key, or no
 -- row if no key has this id.
 WITH revoked AS (
     UPDATE windrow.api_key SET revoked_at = now() WHERE id = %(id)s AND revoked_at IS NULL RETURNING id, revoked_at
@@ -10,6 +10,6 @@ SELECT
     k.last_used, coalesce(k.expires_at <= now(), false) AS expired
 FROM windrow.api_key k
 LEFT JOIN revoked r ON r.id = k.id
--- All routers listen for this.
+-- All routers listen to this channel.
 LEFT JOIN (SELECT pg_notify('windrow_catalog', 'revocation ' || counted.revocations) FROM counted) told ON true
 WHERE k.id = %(id)s

@@ -1,7 +1,8 @@
 -- Sets a limit, and notifies all routers. Returns no row if the cluster already has limits_max limits.
 WITH version AS (
-    -- This locks the row, so versions are committed in their order. A version is at least the time in microseconds, so
-    -- that a catalog that was restored from a backup gets newer versions than the versions that shards have.
+    -- The UPDATE locks the row, so versions are committed in ascending order. A version is at least the time in
+    -- microseconds. So a catalog that was restored from a backup gets newer versions than the versions that shards
+    -- have.
     UPDATE windrow.catalog c
     SET limits_changed = greatest(c.limits_changed + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint)
     WHERE (SELECT count(*) FROM windrow.usage_limit) < %(limits_max)s OR EXISTS (
@@ -18,5 +19,5 @@ WITH version AS (
 )
 SELECT stored.changed
 FROM stored
--- All routers listen for this.
+-- All routers listen to this channel.
 CROSS JOIN LATERAL (SELECT pg_notify('windrow_catalog', 'limits ' || stored.changed)) told

@@ -1,8 +1,8 @@
 -- Sets the weight of an org, and notifies all routers. NULL removes the weight. Returns no row if weights_max orgs
 -- already have a weight.
 WITH version AS (
-    -- This locks the row, so versions are committed in their order. A version is at least the time in microseconds, so
-    -- that a catalog that was restored from a backup gets versions that no router has seen.
+    -- The UPDATE locks the row, so versions are committed in ascending order. A version is at least the time in
+    -- microseconds. So a catalog that was restored from a backup gets versions that no router has seen.
     UPDATE windrow.catalog c
     SET weights_changed = greatest(c.weights_changed + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint)
     WHERE %(weight)s::double precision IS NULL
@@ -18,5 +18,5 @@ WITH version AS (
 )
 SELECT version.weights_changed
 FROM version
--- All routers listen for this.
+-- All routers listen to this channel.
 CROSS JOIN LATERAL (SELECT pg_notify('windrow_catalog', 'weights ' || version.weights_changed)) told

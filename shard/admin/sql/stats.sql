@@ -1,7 +1,7 @@
 -- Counts the jobs of one org's queues by state. Also returns the age of the oldest ready job and the time of the next
 -- scheduled job. Exported jobs, which are about to leave this shard, are counted separately, with the number of their
--- chunk. The last two columns name the last chunk that this shard exported or imported. By comparing the chunks of two
--- shards the caller finds out whether both count the same jobs.
+-- chunk. The last two columns name the last chunk that this shard exported or imported. The caller compares the chunks
+-- of two shards to find out whether both shards count the same jobs.
 SELECT
     q.queue,
     coalesce(live.blocked, 0) AS blocked, coalesce(live.scheduled, 0) AS scheduled, coalesce(live.ready, 0) AS ready, coalesce(live.leased, 0) AS leased,

@@ -17,7 +17,7 @@ SELECT
         ) w WHERE NOT pg_has_role(w.owner, 'USAGE') LIMIT 1
     ) AS other_owner
 FROM pg_database d
--- The database with the oldest ids counts, whichever database of the server it is.
+-- Use the database with the oldest ids, which may be any database of the server.
 CROSS JOIN (
     SELECT o.datname, o.datfrozenxid FROM pg_database o ORDER BY age(o.datfrozenxid) DESC, o.datname <> current_database() LIMIT 1
 ) x

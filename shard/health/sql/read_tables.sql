@@ -2,10 +2,10 @@
 -- have no partitions.
 SELECT
     quote_ident(c.relname) AS name,
-    -- The partitioned table to which it belongs, or the table itself.
+    -- The partitioned table to which a partition belongs, or the table itself.
     coalesce((SELECT root.relname FROM pg_class root WHERE root.oid = pg_partition_root(c.oid)), c.relname)::text AS family,
     c.relkind = 'p' AS partitioned,
-    -- After a crash the counters are gone. Then use the number of rows that the last vacuum or analyze saw.
+    -- After a crash, all counters are 0. Then use the number of rows that the last vacuum or analyze has recorded.
     CASE WHEN s.n_tup_ins + s.n_tup_del + s.vacuum_count + s.autovacuum_count + s.analyze_count + s.autoanalyze_count > 0
         THEN s.n_live_tup ELSE greatest(c.reltuples, 0)::bigint END AS rows,
     coalesce(s.n_dead_tup, 0) AS dead_rows,

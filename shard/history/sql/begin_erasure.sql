@@ -1,7 +1,7 @@
 -- Begins to erase an org: its rows get a name that no org can have, and a slot that does not exist. A process that
--- still knows the ids of these rows is refused, as with any stale id, and the next job for the old name creates a new
--- org. Runs after lock_slots.sql. Returns no row if there is no such org, or if it is under legal hold. A pinned org
--- without a queue does not count as an org.
+-- still uses the ids of these rows is refused, like every process that uses stale ids. The next job for the old name
+-- creates a new org. Run lock_slots.sql before this statement. Returns no row if there is no such org, or if it is
+-- under legal hold. A pinned org without a queue does not count as an org.
 WITH gone AS (
     UPDATE windrow.org o
     SET org = chr(127) || o.org_id, slot = -1, retention = NULL, held = false

@@ -1,6 +1,6 @@
 -- Deletes the row of an erased org, whose queues are deleted already. Also deletes the org's rows in the tally, because
--- a statement that summed up the tally during the erasure (fold_tally.sql) may have left a row. Also deletes what is
--- known of the org's consumers, quarantines and crashes.
+-- fold_tally.sql, which sums up the tally, may have added a row during the erasure. Also deletes the rows about the
+-- org's consumers, quarantines and crashes.
 WITH folded AS (
     DELETE FROM windrow.tally t WHERE t.org_id = %(org_id)s
 ), seen AS (

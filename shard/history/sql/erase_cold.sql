@@ -1,6 +1,6 @@
--- Erases up to `rows` jobs of one cold day of an org that is being erased, and removes them from the books. If no jobs
--- are left, removes what the books still show for that day. The day is given as a range of times, so that Postgres
--- plans for and locks no other partition.
+-- Erases up to `rows` jobs of one cold day of an org that is being erased, and removes them from the books. If there
+-- are no more jobs, removes the number that the books still show for that day. The condition on the day is a range of
+-- times, so that Postgres plans for this partition only and locks no other partition.
 WITH gone AS (
     DELETE FROM windrow.cold c
     WHERE c.retention = %(retention)s

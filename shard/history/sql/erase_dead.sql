@@ -7,7 +7,8 @@ WITH gone AS (
         JOIN windrow.dead one ON one.queue_id = q.queue_id
         WHERE q.org = chr(127) || %(org_id)s::integer::text
         LIMIT %(rows)s
-        -- Wait for statements under way that use these rows. A job that they move is then erased in its new table.
+        -- Wait for running statements that use these rows. If such a statement moves a job, the job is erased later in
+        -- its new table.
         FOR UPDATE OF one
     ))
     RETURNING 1

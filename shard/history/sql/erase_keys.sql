@@ -1,5 +1,6 @@
--- Erases other rows of an org that is being erased: up to `rows` dedup keys, and up to `wholes` schedules and as many
--- workflows, with all that belongs to them. Returns how many of all these it erased.
+-- Erases other rows of an org that is being erased: up to `rows` dedup keys, up to `wholes` schedules, and up to
+-- `wholes` workflows, the schedules and workflows with all of their rows. Returns how many keys, schedules and
+-- workflows it erased.
 WITH keys AS (
     DELETE FROM windrow.dedup d
     WHERE d.ctid = ANY (ARRAY(

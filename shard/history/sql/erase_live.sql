@@ -7,7 +7,7 @@ WITH gone AS (
         JOIN windrow.job one ON one.queue_id = q.queue_id
         WHERE q.org = chr(127) || %(org_id)s::integer::text
         LIMIT %(rows)s
-        -- Wait for acks under way. Their jobs are then erased as finished jobs.
+        -- Wait for running acks. Their jobs are erased later, as finished jobs.
         FOR UPDATE OF one
     ))
     RETURNING 1

@@ -1,5 +1,4 @@
--- Forgets up to `rows` dedup keys whose windows are over, the oldest first. Keys that an enqueue is renewing are
--- skipped.
+-- Forgets up to `rows` dedup keys whose windows are over, the oldest first. Skips keys that a running enqueue renews.
 WITH gone AS (
     DELETE FROM windrow.dedup d
     WHERE d.ctid = ANY (ARRAY(

@@ -1,5 +1,5 @@
--- Drops up to `rows` jobs that were kept for a legal hold and whose orgs are not under hold any more, and records the
--- drop in the books. Jobs whose ids enqueues may still repeat are skipped: see find_days.sql.
+-- Drops up to `rows` jobs that were kept for a legal hold and whose orgs are not under hold any more. Records this in
+-- the books. Skips jobs whose ids enqueues may still repeat: see find_days.sql.
 WITH gone AS (
     DELETE FROM windrow.cold_held c
     WHERE c.ctid = ANY (ARRAY(

@@ -1,6 +1,7 @@
--- Returns days, each as its retention and its date. A day is returned if it has jobs of these queues, and its retention
--- is not the one that was given for the queue. If `kind` is finished, the statement scans the jobs. If it is cold, the
--- statement reads the books, which do not tell queues apart. Leaves out jobs that are kept for a legal hold.
+-- Returns days, each as its retention and its date. A day is returned if it has jobs of one of these queues, and its
+-- retention is not the retention that was given for that queue. If `kind` is finished, the statement scans the jobs. If
+-- it is cold, the statement reads the books, which do not tell queues apart. Leaves out jobs that are kept for a legal
+-- hold.
 WITH kept AS MATERIALIZED (
     SELECT q.queue_id, q.org_id, n.days
     FROM unnest(%(queues)s::text[], %(days)s::smallint[]) AS n (queue, days)

@@ -1,6 +1,6 @@
 -- Changes the retention of one day's finished jobs of these queues of an org. Returns how many jobs had another
--- retention. The jobs move to another partition, so Postgres runs the triggers of new rows; windrow.history_moves tells
--- them that no job has ended now.
+-- retention. The jobs move to another partition, so Postgres runs the triggers for new rows. The setting
+-- windrow.history_moves tells these triggers that no job has ended now.
 WITH moved AS (
     UPDATE windrow.finished f SET retention = n.days
     FROM unnest(%(queues)s::text[], %(days)s::smallint[]) AS n (queue, days)

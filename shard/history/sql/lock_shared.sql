@@ -1,3 +1,3 @@
--- Takes the advisory lock `lock` in shared mode until the transaction ends. Waits while another session holds it
+-- Takes the advisory lock `lock` in shared mode until the transaction ends. Waits while another session holds this lock
 -- exclusively.
 SELECT pg_advisory_xact_lock_shared(%(lock)s)

@@ -1,5 +1,5 @@
--- How many cold jobs of a day (YYYY-MM-DD) and a retention each org has according to the books, without orgs that are
--- being erased.
+-- Returns how many cold jobs of this day (YYYY-MM-DD) and retention each org has, according to the books. Leaves out
+-- orgs that are being erased.
 SELECT coalesce(o.org, 'unknown org ' || a.org_id) AS org, a.jobs
 FROM windrow.archived a
 LEFT JOIN windrow.org o ON o.org_id = a.org_id

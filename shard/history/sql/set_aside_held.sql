@@ -1,6 +1,6 @@
--- Gives the retention -1 to the jobs of a cold day whose orgs are under legal hold, in the table and in the books. This
--- moves the jobs to the partition of held jobs, where their ids stay known. The statement reads the list of these orgs
--- only once. The caller, which drops the day, handles an org that is put under hold meanwhile.
+-- Gives the retention -1 to the jobs of a cold day whose orgs are under legal hold, in the table and in the books. So
+-- Postgres moves these jobs to the partition of held jobs, where their ids stay known. The statement reads the list of
+-- these orgs only once. If another org is put under hold meanwhile, the caller, which drops the day, handles that org.
 WITH held AS MATERIALIZED (
     SELECT a.org_id
     FROM windrow.archived a

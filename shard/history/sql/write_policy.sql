@@ -1,4 +1,4 @@
--- Sets an org's policy. A hold that exists keeps its start time.
+-- Sets an org's policy. If the org is under legal hold already, the hold keeps its start time.
 INSERT INTO windrow.policy AS p (org, retention, held_since, held_for)
 VALUES (%(org)s, %(retention)s::smallint, CASE WHEN %(held_for)s::text IS NOT NULL THEN now() END, %(held_for)s::text)
 ON CONFLICT (org) DO UPDATE SET

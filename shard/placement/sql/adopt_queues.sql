@@ -1,5 +1,5 @@
--- Puts all queues of these orgs into the slots of their orgs. Run it after adopt_orgs.sql, which makes inserts of these
--- orgs' queues wait.
+-- Puts all queues of these orgs into the slots of their orgs. Run this statement after adopt_orgs.sql, which makes
+-- inserts of these orgs' queues wait.
 UPDATE windrow.queue q SET slot = o.slot
 FROM unnest(%(orgs)s::text[]) AS n (org)
 JOIN windrow.org o ON o.org = n.org

@@ -1,12 +1,12 @@
--- Begins a move of slots that are on the source and in no move. Slots that have changed since the move was planned are
--- left out. Returns the move's epoch with each slot.
+-- Begins a move of slots that are on the source and do not move yet. Leaves out slots that have changed since the move
+-- was planned. Returns the move's epoch with each slot.
 WITH due AS MATERIALIZED (
     SELECT p.slot
     FROM windrow.placement p
     WHERE p.writes = ARRAY[%(source)s::text] AND p.reads = p.writes
-        -- IS TRUE keeps the planner from making a join of the IN. After earlier moves, the statistics of writes and
-        -- reads are wrong, and such a join compared each slot with every other slot. That took 0.9 s for a third of the
-        -- slots.
+        -- IS TRUE prevents the planner from turning the IN into a join. After earlier moves, the statistics of the
+        -- columns `writes` and `reads` are wrong. Then such a join compared each slot with every other slot, which took
+        -- 0.9 s for a third of the slots.
         AND ((p.slot, p.epoch) IN (
             SELECT n.slot, n.epoch FROM unnest(%(slots)s::smallint[], %(epochs)s::bigint[]) AS n (slot, epoch)
         )) IS TRUE
@@ -22,5 +22,5 @@ WITH due AS MATERIALIZED (
     RETURNING p.slot, p.epoch
 )
 SELECT changed.slot, changed.epoch FROM changed
--- All routers listen for this.
+-- All routers listen to this channel.
 CROSS JOIN (SELECT pg_notify('windrow_catalog', next.epoch::text) FROM next) told

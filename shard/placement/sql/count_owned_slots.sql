@@ -1,2 +1,2 @@
--- How many slots this shard has been granted, whichever catalog granted them.
+-- How many slots this shard has been granted, by any catalog.
 SELECT count(*) FROM windrow.owned_slot o

@@ -1,11 +1,11 @@
 -- Counts, for each of these slots, the unfinished jobs that remain on this shard: jobs that may be exported, leased
 -- jobs, dead jobs, and exported jobs that are not deleted yet. Also counts the ends of nodes that no fold has
--- processed. Leaves out slots of which nothing remains.
+-- processed. Leaves out slots for which all of these numbers are 0.
 SELECT n.slot, coalesce(there.free, 0), coalesce(there.leased, 0), coalesce(there.dead, 0), away.departing, ends.arrivals
 FROM unnest(%(slots)s::smallint[]) AS n (slot)
 CROSS JOIN LATERAL (
     SELECT sum(live.free)::bigint AS free, sum(live.leased)::bigint AS leased, sum(aside.dead)::bigint AS dead
-    -- OFFSET 0 fences: see read_queues.sql.
+    -- For OFFSET 0, see read_queues.sql.
     FROM (SELECT o.org FROM windrow.org o WHERE o.slot = n.slot OFFSET 0) o
     CROSS JOIN LATERAL (SELECT q.queue_id FROM windrow.queue q WHERE q.org = o.org OFFSET 0) q
     CROSS JOIN LATERAL (

@@ -1,4 +1,4 @@
--- Deletes the ends of nodes of which the target has been told.
+-- Deletes from the source the ends of nodes that were copied to the target.
 DELETE FROM windrow.workflow_arrival a
 USING
     unnest(%(orgs)s::text[], %(workflows)s::uuid[], %(numbers)s::bigint[]) AS n (org, workflow, number),

@@ -1,10 +1,10 @@
 -- Deletes the quarantines and the recorded crashes of these slots. Leaves out slots that do not have this state and
--- this epoch. It runs for draining slots when they have no job left. For slots that have just arrived, it deletes what
--- is left from a time when this shard held them before.
+-- this epoch. For draining slots, run this statement when this shard has no more jobs of them. For slots that have just
+-- arrived, it deletes rows that have remained from an earlier time at which this shard had these slots.
 WITH queue AS MATERIALIZED (
     SELECT q.queue_id
     FROM windrow.owned_slot w
-    -- OFFSET 0 fences: see read_queues.sql.
+    -- For OFFSET 0, see read_queues.sql.
     CROSS JOIN LATERAL (SELECT o.org FROM windrow.org o WHERE o.slot = w.slot OFFSET 0) o
     CROSS JOIN LATERAL (SELECT q.queue_id FROM windrow.queue q WHERE q.org = o.org OFFSET 0) q
     WHERE w.slot = ANY (%(slots)s::smallint[]) AND w.state = %(state)s AND w.epoch = %(epoch)s

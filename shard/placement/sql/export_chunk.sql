@@ -1,6 +1,6 @@
--- Moves live jobs without a valid lease and dead jobs of these slots to windrow.departing, for another shard to store.
--- The jobs of a slot get the number of the slot's next chunk. The array of slots must be in ascending order. Takes at
--- most `rows` jobs, and stops after the job that fills `bytes`. Returns the number of jobs by slot.
+-- Moves live jobs without a valid lease and dead jobs of these slots to windrow.departing, from where another shard
+-- gets them. The jobs of a slot get the number of the slot's next chunk. The array of slots must be in ascending order.
+-- Takes at most `rows` jobs, and stops after the job that fills `bytes`. Returns the number of jobs by slot.
 WITH slot AS MATERIALIZED (
     -- Each slot is locked when the scan reaches it. A concurrent statement with the same chunk number waits, and then
     -- finds that this number is not the next number any more.
@@ -13,11 +13,11 @@ WITH slot AS MATERIALIZED (
         FOR UPDATE
     ) o
 ), live AS MATERIALIZED (
-    -- No ORDER BY at this level: queues are visited one by one, lazily, so that no more rows are locked than may be
-    -- exported.
+    -- There is no ORDER BY at this level. So Postgres scans the queues lazily, one after another, and locks no more
+    -- rows than may be exported.
     SELECT free.ctid, free.bytes
     FROM slot
-    -- OFFSET 0 fences: see read_queues.sql.
+    -- For OFFSET 0, see read_queues.sql.
     CROSS JOIN LATERAL (SELECT o.org FROM windrow.org o WHERE o.slot = slot.slot OFFSET 0) o
     CROSS JOIN LATERAL (SELECT q.queue_id FROM windrow.queue q WHERE q.org = o.org OFFSET 0) q
     CROSS JOIN LATERAL (
@@ -50,7 +50,7 @@ WITH slot AS MATERIALIZED (
     ) free
     LIMIT %(rows)s - (SELECT count(*) FROM live)
 ), fitting AS MATERIALIZED (
-    -- Rows beyond the limit were locked but are not exported, and stay as they were.
+    -- Rows that exceed the limit were locked, but are not exported and not changed.
     SELECT sized.is_dead, sized.ctid
     FROM (
         SELECT
@@ -80,7 +80,8 @@ WITH slot AS MATERIALIZED (
     FROM (
         SELECT
             g.id, g.queue_id, g.enqueued_at,
-            -- If a lease expired unnoticed, its end is recorded here, by the clock of the server that gave the lease.
+            -- If a lease has expired and no claim has noticed it, record its end now, by the clock of the server that
+            -- gave the lease.
             CASE WHEN g.lease IS NULL THEN g.run_at ELSE g.visible_at END AS run_at, NULL::timestamptz AS finished_at, NULL::bigint AS lease,
             NULL::timestamptz AS leased_at, g.expires_at, g.priority, g.attempt, g.max_attempts, {{kept_content(g)}},
             NULL::text AS worker,

@@ -1,5 +1,5 @@
--- Ends the move of these slots: from now on only the target is read. Run it when no job of these slots is left on the
--- source.
+-- Ends the move of these slots: from now on only the target is read. Run this statement when the source has no more
+-- jobs of these slots.
 WITH due AS MATERIALIZED (
     SELECT p.slot
     FROM windrow.placement p
@@ -17,5 +17,5 @@ WITH due AS MATERIALIZED (
     RETURNING p.slot
 )
 SELECT changed.slot FROM changed
--- All routers listen for this.
+-- All routers listen to this channel.
 CROSS JOIN (SELECT pg_notify('windrow_catalog', next.epoch::text) FROM next) told

@@ -1,5 +1,5 @@
 -- Makes routers stop asking this shard about slots that have left it. Returns the number of these slots. Returns 0 and
--- changes nothing while the shard holds any slot, or while a slot left it less than `left_us` ago.
+-- changes nothing if the shard holds any slot, or if a slot left the shard less than `left_us` ago.
 WITH gone AS (
     DELETE FROM windrow.former_owner f
     WHERE f.shard = %(shard)s AND NOT EXISTS (SELECT FROM windrow.placement p WHERE %(shard)s = ANY (p.reads))
@@ -18,5 +18,5 @@ WITH gone AS (
 )
 SELECT (SELECT count(*) FROM changed) AS slots
 FROM (SELECT 1) one
--- All routers listen for this.
+-- All routers listen to this channel.
 LEFT JOIN (SELECT pg_notify('windrow_catalog', next.epoch::text) FROM next) told ON true

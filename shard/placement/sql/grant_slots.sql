@@ -1,6 +1,6 @@
--- Tells a shard which slots it owns. A slot that the shard knows with a later epoch stays as it is. A router runs this
--- on every shard when the router starts, and nearly always the shard knows its slots already. EXCEPT leaves out these
--- slots, because ON CONFLICT would lock each of their rows, and write nearly a megabyte of WAL.
+-- Tells a shard which slots it owns. Does not change a slot that the shard knows with a later epoch. When a router
+-- starts, it runs this statement on every shard, and nearly always the shard knows its slots already. EXCEPT leaves out
+-- these slots, because ON CONFLICT would lock each of their rows, and write nearly a megabyte of WAL.
 INSERT INTO windrow.owned_slot AS o (slot, state, epoch)
 SELECT n.slot, 'owned', n.epoch
 FROM (

@@ -9,8 +9,8 @@ WITH taken AS (
     SELECT q.here, d.*
     FROM unnest(%(of_slots)s::smallint[], %(orgs)s::text[], %(queues)s::text[], %(jobs)s::text[])
         AS n (slot, org, queue, jobs)
-    -- A queue that does not exist here has a NULL id. The NOT NULL constraint then makes the whole statement fail, so
-    -- nothing is stored.
+    -- If a queue does not exist on this shard, its id is NULL. Then the NOT NULL constraint makes the whole statement
+    -- fail, so nothing is stored.
     CROSS JOIN LATERAL (
         SELECT (SELECT q.queue_id FROM windrow.queue q WHERE q.org = n.org AND q.queue = n.queue) AS here OFFSET 0
     ) q

@@ -2,7 +2,7 @@
 -- inserts. This statement cannot see those names, so find_queue_ids.sql reads the ids afterwards. The order of the
 -- inserts prevents deadlocks between concurrent runs.
 WITH new_org AS (
-    -- Skip existing orgs first: a conflict would use up a sequence number.
+    -- Skip existing orgs first, because each conflict would use up a number of the sequence.
     INSERT INTO windrow.org (org, slot)
     SELECT n.org, n.slot FROM unnest(%(orgs)s::text[], %(slots)s::smallint[]) AS n (org, slot)
     WHERE NOT EXISTS (SELECT FROM windrow.org known WHERE known.org = n.org)

@@ -1,3 +1,3 @@
--- Locks the row that has the catalog's epoch. Every change of a placement updates this row, so all slots stay where
--- they are until this transaction ends.
+-- Locks the row that has the catalog's epoch. Every change of a placement updates this row, so no placement changes
+-- until this transaction ends.
 SELECT FROM windrow.catalog c FOR UPDATE

@@ -1,2 +1,2 @@
--- Returns where a slot is, and keeps it there until this transaction ends.
+-- Returns the shards on which a slot is. Locks this placement, so that it does not change until this transaction ends.
 SELECT p.reads FROM windrow.placement p WHERE p.slot = %(slot)s FOR UPDATE

@@ -1,5 +1,6 @@
--- Tells routers which queues got jobs from another shard, because these jobs may be older than any job that was here:
--- see notify_work.sql. A notification holds less than 8,000 bytes, so a long list of queues is sent in parts.
+-- Notifies routers of the queues that got jobs from another shard, because these jobs may be older than all jobs of
+-- this shard: see notify_work.sql. A notification must have less than 8,000 bytes, so a long list of queues is sent in
+-- several notifications.
 SELECT pg_notify('windrow_work', 'balancer +' || string_agg(q.queue_id::text, ','))
 FROM (
     SELECT q.queue_id, (row_number() OVER () - 1) / 390 AS part

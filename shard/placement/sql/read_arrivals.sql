@@ -1,7 +1,7 @@
 -- The ends of nodes that were appended on this shard after it had closed these slots, the oldest first.
 SELECT a.number, o.org, a.workflow::text, a.node, a.how
 FROM unnest(%(slots)s::smallint[]) AS n (slot)
--- OFFSET 0 fences: see read_queues.sql.
+-- For OFFSET 0, see read_queues.sql.
 CROSS JOIN LATERAL (
     SELECT s.slot FROM windrow.owned_slot s
     WHERE s.slot = n.slot AND s.state = 'draining' AND s.epoch = %(epoch)s

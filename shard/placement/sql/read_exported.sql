@@ -1,8 +1,8 @@
--- The jobs that were exported from these slots in this move, with one row for each queue: the chunk's number, and the
--- jobs' rows as text.
+-- Returns the jobs that were exported from these slots in this move. Each queue has one row, with the chunk's number
+-- and the jobs' rows as text.
 SELECT d.slot, d.chunk, q.org, q.queue, array_agg(d.job)::text AS jobs
 FROM unnest(%(slots)s::smallint[]) AS n (slot)
--- OFFSET 0 fences: make the planner use only the indexes by slot and by queue id.
+-- OFFSET 0 makes the planner use only the indexes by slot and by queue id.
 CROSS JOIN LATERAL (
     SELECT d AS job, d.slot, d.chunk, d.queue_id
     FROM windrow.departing d

@@ -1,5 +1,5 @@
--- The slots that are in a move, grouped by move. Moves that are not switched come first, because perhaps no shard
--- accepts new jobs of their slots.
+-- The slots that are in a move, grouped by move. Moves that are not switched come first, because it may be that no
+-- shard accepts new jobs of their slots.
 SELECT
     p.epoch, p.reads[1] AS source, p.reads[2] AS target, p.writes = p.reads[2:2] AS switched,
     array_agg(p.slot ORDER BY p.slot) AS slots

@@ -1,4 +1,4 @@
--- Returns the runs of the schedules of these slots, in parts as in read_schedules.sql.
+-- Returns the runs of the schedules of these slots. Each row of the result has at most 10,000 runs of one org.
 SELECT part.slot, part.org, array_agg(part.run)::text AS runs
 FROM (
     SELECT

@@ -1,11 +1,11 @@
--- The schedules of the orgs of these slots, as rows in Postgres's text form. Each row of the result has a part of one
--- org's schedules, so that no value becomes too large.
+-- The schedules of the orgs of these slots, as rows in Postgres's text form. Each row of the result has at most 100
+-- schedules of one org, so that no value becomes too large.
 SELECT part.slot, part.org, array_agg(part.schedule)::text AS schedules
 FROM (
     SELECT
         o.slot, o.org, s.schedule, (row_number() OVER (PARTITION BY o.org ORDER BY (s.schedule).id) - 1) / 100 AS number
     FROM unnest(%(slots)s::smallint[]) AS n (slot)
-    -- OFFSET 0 fences: see read_queues.sql.
+    -- For OFFSET 0, see read_queues.sql.
     CROSS JOIN LATERAL (SELECT o.org, o.org_id, o.slot FROM windrow.org o WHERE o.slot = n.slot OFFSET 0) o
     CROSS JOIN LATERAL (SELECT t AS schedule FROM windrow.schedule t WHERE t.org_id = o.org_id OFFSET 0) s
 ) part

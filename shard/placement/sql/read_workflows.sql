@@ -1,7 +1,7 @@
 -- The workflows of the orgs of these slots, with their nodes and edges, as rows in Postgres's text form.
 SELECT o.slot, o.org, w.workflow::text, nodes.rows::text, edges.rows::text
 FROM unnest(%(slots)s::smallint[]) AS n (slot)
--- OFFSET 0 fences: see read_queues.sql.
+-- For OFFSET 0, see read_queues.sql.
 CROSS JOIN LATERAL (SELECT o.org, o.org_id, o.slot FROM windrow.org o WHERE o.slot = n.slot OFFSET 0) o
 CROSS JOIN LATERAL (SELECT t AS workflow, t.flow FROM windrow.workflow t WHERE t.org_id = o.org_id OFFSET 0) w
 CROSS JOIN LATERAL (SELECT array_agg(t) AS rows FROM windrow.workflow_node t WHERE t.flow = w.flow OFFSET 0) nodes

@@ -1,5 +1,5 @@
--- Sets where an org with a slot of its own should live. Returns no row if the org has no such slot. If the target has
--- changed, the catalog gets a new epoch, so that balancers read it again.
+-- Sets where an org with a slot of its own should live. Returns no row if the org has no slot of its own. If the target
+-- has changed, the catalog gets a new epoch, so that balancers read the catalog again.
 WITH before AS MATERIALIZED (
     SELECT
         pin.slot,

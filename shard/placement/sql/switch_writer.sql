@@ -20,5 +20,5 @@ WITH due AS MATERIALIZED (
     RETURNING p.slot
 )
 SELECT changed.slot FROM changed
--- All routers listen for this.
+-- All routers listen to this channel.
 CROSS JOIN (SELECT pg_notify('windrow_catalog', next.epoch::text) FROM next) told

@@ -1,5 +1,5 @@
--- Stores quarantines that come with their orgs from another shard. The queues have other numbers here. Run
--- delete_quarantines.sql first, because rows may be left here from an earlier time when this shard held the orgs.
+-- Stores quarantines that come with their orgs from another shard. On this shard, the queues have other numbers. Run
+-- delete_quarantines.sql first, because this shard may have rows from an earlier time at which it had these orgs.
 INSERT INTO windrow.quarantine (
     queue_id, kind, since, crashes, reason, next_trial_at, pause_s, trial_id, trial_at
 )

@@ -1,4 +1,4 @@
--- Stores schedules that come with their orgs from another shard. The orgs have other numbers here.
+-- Stores schedules that come with their orgs from another shard. On this shard, the orgs have other numbers.
 INSERT INTO windrow.schedule (
     id, org_id, name, {{schedule_spec}}, {{template_columns}}, created_at, paused_at, next_at, wake_at, last_at, last_job,
     buffered, decided

@@ -1,4 +1,4 @@
--- Stores workflows that come with their orgs from another shard. Orgs and workflows have other numbers here.
+-- Stores workflows that come with their orgs from another shard. On this shard, orgs and workflows have other numbers.
 WITH given AS MATERIALIZED (
     SELECT o.org_id AS here, w.*, n.nodes AS node_rows, n.edges AS edge_rows
     FROM unnest(%(orgs)s::text[], %(workflows)s::text[], %(nodes)s::text[], %(edges)s::text[])

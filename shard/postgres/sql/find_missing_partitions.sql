@@ -1,9 +1,9 @@
 -- Finds the missing partitions of the table finished. Each retention in use needs a partition, and in it a partition
--- for each UTC day from yesterday on. Returns a partition's name, its retention, its day, and the day after. The
+-- for each UTC day from yesterday on. Returns each partition's name, its retention, its day, and the day after. The
 -- partition of a whole retention has NULL for both days, and comes before the partitions of its days. Yesterday needs
--- no partition if it has turned cold. Today and later days need a partition even then, because the clock may have been
--- set back. If the clock is behind the latest recorded time, jobs finish on the day of that time, so the days from then
--- on need partitions, too.
+-- no partition if it has turned cold. Today and later days need a partition even if they have turned cold, because the
+-- clock may have been set back. If the clock is behind the latest recorded time, jobs finish on the day of that
+-- recorded time, so that day and the days after it need partitions too.
 WITH kept AS (
     SELECT coalesce(q.kept, {{retention_default}}) AS retention FROM windrow.queue q UNION SELECT {{retention_default}}
 ), needed AS (
@@ -15,7 +15,7 @@ WITH kept AS (
     SELECT (latest.time AT TIME ZONE 'UTC')::date + n::integer
     FROM generate_series(0, %(days_ahead)s) AS n
     CROSS JOIN (
-        -- The view shows NULL to a role that may not read the sequence; such a role finishes no jobs.
+        -- The view pg_sequences shows NULL to a role that may not read the sequence. Such a role finishes no jobs.
         SELECT timestamptz 'epoch' + s.last_value * interval '1 us' AS time
         FROM pg_sequences s
         WHERE s.schemaname = 'windrow' AND s.sequencename = 'clock'

@@ -1,5 +1,5 @@
--- Records the time of the shard's clock if it is later than the recorded time, at most once a second. Returns the time
--- of the clock, and the time that was recorded before, in microseconds since 1970.
+-- Records the time of the shard's clock if it is more than a second later than the recorded time. Returns the time of
+-- the clock, and the time that was recorded before, in microseconds since 1970.
 WITH clock AS MATERIALIZED (
     SELECT (extract(epoch FROM now()) * 1000000)::bigint AS shown_us, c.last_value AS latest_us FROM windrow.clock c
 )

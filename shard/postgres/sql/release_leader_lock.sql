@@ -1,2 +1,3 @@
--- Releases the advisory locks of this session. Postgres would do so a moment after the session has ended.
+-- Releases the advisory locks of this session. Without this statement, Postgres would release them only some time after
+-- the session has ended.
 SELECT pg_advisory_unlock_all()

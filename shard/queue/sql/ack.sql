@@ -1,11 +1,12 @@
 -- Finishes leased jobs: moves them from the table job to the day's partition of the table finished. An attempt that has
--- logged something gets an entry in the history; for other attempts, lookups make the entry from the job's columns.
+-- logged something gets an entry in the history. For other attempts, lookups make the entry from the job's columns.
 -- Returns one row: the number of finished jobs, the ids and leases of the finished jobs (NULL if all jobs were found),
--- and the queues in which groups, workflows or limits of jobs in flight may have released other jobs.
+-- and the queues in which other jobs may have become ready because of groups, workflows or limits of jobs in flight.
 WITH ended AS (
     DELETE FROM windrow.job j
     USING (
-        -- Ordered by id, as in all statements that end leases, so that calls about the same jobs cannot deadlock.
+        -- The jobs are ordered by id, as in all statements that end leases, so that calls about the same jobs cannot
+        -- deadlock.
         SELECT n.id, n.lease, n.org_position, n.result, n.log
         FROM unnest(
             %(ids)s::uuid[], %(leases)s::bigint[], %(org_positions)s::smallint[], %(results)b::bytea[], %(logs)s::text[]

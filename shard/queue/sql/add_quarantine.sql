@@ -1,7 +1,7 @@
--- Quarantines a kind on the order of an operator, until an operator releases it. This shard must own the slot, with an
--- epoch that is not later than the caller's. Or, if `draining`, the slot must be draining in the move of this epoch. A
--- kind that is quarantined already gets this reason, and no further trial. Does nothing if the org already has the
--- maximum number of quarantined kinds.
+-- Quarantines a kind on the order of an operator, until an operator releases it. Without `draining`, this shard must
+-- own the slot, since an epoch that is not later than the caller's. With `draining`, the slot must be draining in the
+-- move of this epoch. A kind that is quarantined already gets this reason, and no more trials. Does nothing if the org
+-- already has the maximum number of quarantined kinds.
 INSERT INTO windrow.quarantine AS k (queue_id, kind, crashes, reason, pause_s)
 SELECT q.queue_id, %(kind)s, 0, %(reason)s, %(pause_s)s
 FROM windrow.queue q

@@ -1,11 +1,11 @@
--- Changes jobs that are blocked, scheduled or ready. A job whose lease has expired is ready, too. A parameter that is
--- NULL changes nothing. Returns the changed jobs with their queues, and the jobs on their way to another shard
--- (departing), which are not changed.
+-- Changes jobs that are blocked, scheduled or ready. A job whose lease has expired counts as ready. A parameter that is
+-- NULL changes nothing. Returns the changed jobs with their queues. Also returns the jobs that are on their way to
+-- another shard (departing), which it does not change.
 WITH chosen AS (
     SELECT
         j.id, j.queue_id,
-        -- When the job becomes visible at its new place in a lane: at now() or later, because claims do not look below
-        -- the floor. NULL: the job keeps its place.
+        -- The time at which the job becomes visible at its new place in a lane. The time is never before now(), because
+        -- claims do not look below the floor. NULL: the job keeps its place.
         CASE
             WHEN %(run_at_us)s::bigint IS NOT NULL
                 THEN greatest(now(), timestamptz 'epoch' + %(run_at_us)s::bigint * interval '1 us')
@@ -15,11 +15,12 @@ WITH chosen AS (
         coalesce(%(run_at_us)s::bigint, %(delay_us)s::bigint) IS NOT NULL AS moves
     FROM windrow.job j
     WHERE j.id = ANY (%(ids)s::uuid[]) AND (j.lease IS NULL OR j.visible_at <= now())
-        -- If a new time is given, leave out blocked jobs: these have no time before their workflow releases them.
+        -- If a new time is given, leave out blocked jobs, because they have no time before their workflow releases
+        -- them.
         AND (j.run_at < 'infinity' OR coalesce(%(run_at_us)s::bigint, %(delay_us)s::bigint) IS NULL)
         AND {{org_of(j)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
-    -- Locks the jobs in the order of their ids, as all statements do that get ids, so that calls about the same jobs
-    -- cannot deadlock.
+    -- Lock the jobs in the order of their ids, like all other statements that get ids, so that calls about the same
+    -- jobs cannot deadlock.
     ORDER BY j.id
     FOR UPDATE
 ), altered AS (
@@ -34,11 +35,13 @@ WITH chosen AS (
             WHEN c.due <= now() AND j.group_key > '' AND j.group_slot IS NULL THEN 'infinity'
             ELSE coalesce(c.due, j.visible_at)
         END,
-        -- A job that waits for a signal waits until its new time. If it did not expire at that time, it would run.
+        -- A job that waits for a signal now waits until its new time. It must expire at that time, because otherwise it
+        -- would run then.
         expires_at = CASE WHEN {{awaits_signal(j)}} AND c.due < 'infinity' THEN c.due ELSE j.expires_at END,
-        -- A job that will run later gives up its group slot, so that it does not hold up its group meanwhile.
+        -- A job that will run later gives up its group slot, so that the other jobs of its group need not wait for it.
         group_slot = CASE WHEN NOT (c.moves AND c.due > now()) THEN j.group_slot END,
-        -- If a lease expired unnoticed and the job gets another place, the end of the lease is recorded here.
+        -- If the job gets another place, and it has a lease that has expired without being noticed, record the end of
+        -- the lease now.
         history = CASE WHEN c.due IS NULL THEN j.history ELSE {{history_with_lost(j)}} END,
         log = CASE WHEN c.due IS NULL THEN j.log END,
         lease = CASE WHEN c.due IS NULL THEN j.lease END,

@@ -1,6 +1,6 @@
--- Lets through the first job of each kind whose trial is due. Returns the queues of these jobs. A trial whose job waits
--- for a slot of its group, or for nodes that it has added, is replaced: the jobs that have the slots, and the jobs of
--- the nodes, may be set aside until the trial has ended.
+-- Lets through the first job of each kind whose trial is due. Returns the queues of these jobs. If the job of a trial
+-- waits for a slot of its group, or for nodes that it has added, another job becomes the trial. The reason: the jobs
+-- that have the group's slots, or the jobs of those nodes, may be set aside until the trial has ended.
 WITH due AS MATERIALIZED (
     SELECT k.queue_id, k.kind
     FROM windrow.quarantine k
@@ -33,11 +33,11 @@ WITH due AS MATERIALIZED (
     ) j
 ), shown AS (
     UPDATE windrow.job j
-    -- This is never before now(), because claims do not look below the floor.
+    -- The new visible_at is never before now(), because claims do not look below the floor.
     SET visible_at = greatest(j.run_at, now())
     WHERE j.ctid = ANY (ARRAY(SELECT f.ctid FROM first f))
-    -- There may be fewer rows than in `first`: an UPDATE by ctid does not see a row that was changed after the snapshot
-    -- was taken.
+    -- This CTE may have fewer rows than `first`, because an UPDATE by ctid does not see a row that was changed after
+    -- the snapshot was taken.
     RETURNING j.queue_id, j.kind, j.id
 ), begun AS (
     UPDATE windrow.quarantine k

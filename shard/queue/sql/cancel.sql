@@ -1,6 +1,6 @@
--- Cancels jobs that have not finished, also leased and dead jobs. Returns the cancelled jobs, with the leases that
--- ended, and with the queues in which groups, workflows or limits of jobs in flight may have released other jobs. Also
--- returns the jobs on their way to another shard (departing), which it does not change.
+-- Cancels jobs that have not finished, including leased and dead jobs. Returns the cancelled jobs, with the leases that
+-- ended, and with the queues in which other jobs may have become ready because of groups, workflows or limits of jobs
+-- in flight. Also returns the jobs that are on their way to another shard (departing), which it does not change.
 WITH live AS (
     DELETE FROM windrow.job j
     WHERE j.id = ANY (%(ids)s::uuid[])
@@ -30,7 +30,7 @@ WITH live AS (
     ) ended
     RETURNING 1
 )
--- These lists are not joined: a join would compare each of 1,000 jobs with all the others.
+-- The lists are not joined, because a join would compare each of 1,000 jobs with all other jobs.
 SELECT
     l.id::text, false AS departing, CASE WHEN l.visible_at > now() THEN l.lease END AS ended_lease, l.worker,
     CASE WHEN l.group_key > '' OR l.lease < 0 THEN ARRAY[l.queue_id] END

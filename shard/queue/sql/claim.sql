@@ -1,22 +1,23 @@
 -- Leases visible jobs to several takers. Takers with the same set of queues form a group of takers (this has nothing to
--- do with groups of jobs). Such a group gets up to max_jobs jobs, ordered by priority, then by visible_at. Its first
--- taker gets the first of these jobs, as many as it wants, the second taker gets the next ones, and so on. No queue is
--- in two groups of takers. The scan of the ready index starts at each lane's floor, because the index entries of
--- claimed jobs come before it (shard/queue/claim_floor.py).
+-- do with groups of jobs). A group of takers gets up to max_jobs jobs, ordered by priority, then by visible_at. Its
+-- first taker gets the first of these jobs, up to the number that it asked for. The second taker gets the next jobs,
+-- and so on. No queue is in two groups of takers. The scan of the ready index starts at each lane's floor, because the
+-- index entries of claimed jobs come before it (shard/queue/claim_floor.py).
 WITH source AS MATERIALIZED (
     SELECT s.grp, s.queue_id, s.turn, q.max_attempts
     FROM unnest(%(groups)s::integer[], %(queue_ids)s::bigint[], %(orgs)s::text[], %(queues)s::text[])
         WITH ORDINALITY AS s (grp, queue_id, org, queue, turn)
-    -- OFFSET 0 fence: finds the queue by its id, never by a scan of all queues of the org.
+    -- OFFSET 0 makes Postgres find the queue by its id, never by a scan of all queues of the org.
     CROSS JOIN LATERAL (
         SELECT q.org, q.queue, {{gives_jobs(q)}} AS gives_jobs, q.max_attempts
         FROM windrow.queue q WHERE q.queue_id = s.queue_id OFFSET 0
     ) q
-    -- If a remembered queue_id is wrong, and names another queue or a queue of another org (I4), it gives no jobs.
+    -- A remembered queue_id may be wrong and name another queue, or a queue of another org. Then it gives no jobs
+    -- (invariant I4).
     WHERE q.org = s.org AND q.queue = s.queue AND q.gives_jobs
 ), lanes AS MATERIALIZED (
-    -- One row for each group of takers: how many jobs it gets at most, and its lanes in the order in which they are
-    -- scanned.
+    -- This CTE has one row for each group of takers: the maximum number of jobs that the group gets, and its lanes in
+    -- the order in which they are scanned.
     SELECT
         source.grp,
         {{claim_room}} AS max_jobs,
@@ -31,8 +32,8 @@ WITH source AS MATERIALIZED (
     GROUP BY source.grp
     ORDER BY source.grp
 ), taken AS MATERIALIZED (
-    -- MATERIALIZED fence, and no ORDER BY at this level: the lanes are scanned lazily, one after another, so that no
-    -- more than max_jobs rows are locked.
+    -- This CTE is MATERIALIZED, and has no ORDER BY at this level. So Postgres scans the lanes lazily, one after
+    -- another, and locks no more than max_jobs rows.
     SELECT (%(firsts)s::integer[])[g.grp] AS first, v.ctid, v.bytes, v.id, v.lease, v.worker
     FROM lanes g
     CROSS JOIN LATERAL (
@@ -84,14 +85,15 @@ SET
             CASE WHEN t.taker > 0 THEN now() END, j.attempt + (t.taker > 0)::int,
             CASE
                 WHEN t.taker = 0 THEN 'infinity'
-                -- The lease ends after the window or, if it is shorter, after the job's max_runtime (NULL: the job has
-                -- none).
+                -- The lease ends after the window, or after the job's max_runtime if that is shorter (NULL: the job has
+                -- no max_runtime).
                 ELSE now() + least((%(windows_us)s::bigint[])[t.taker], j.max_runtime_us) * interval '1 us'
             END
         FROM (
             SELECT
                 CASE
-                    -- A scheduled job of a group has become due. It is not leased: from now on it waits for a slot.
+                    -- The job is a scheduled job of a group that has just become due. It is not leased, and from now on
+                    -- waits for a slot.
                     WHEN j.group_key > '' AND j.group_slot IS NULL THEN 0
                     WHEN cardinality(%(leases)s::bigint[]) = 1 THEN 1
                     ELSE chosen.takers[width_bucket(j.ctid, chosen.ctids)]
@@ -102,8 +104,8 @@ SET
     -- A lease that is still on the row has expired. Nothing else has recorded its end, so this claim records it.
     history = {{history_with_lost(j)}},
     log = NULL
--- No join here: if the table was empty at the last vacuum, the planner expects it to be empty, and would find the rows
--- of a join by a scan of the whole ready index.
+-- Do not use a join. If the table was empty at the last vacuum, the planner expects it to be empty now, and would find
+-- the rows of a join by a scan of the whole ready index.
 WHERE j.ctid = ANY (ARRAY(SELECT unnest(chosen.ctids) FROM chosen))
 RETURNING
     j.id::text, j.queue_id, j.priority, j.attempt,

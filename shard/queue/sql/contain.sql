@@ -1,10 +1,11 @@
--- Looks at jobs that a claim has just leased. A job is lost if its previous lease had expired. Records a crash for each
--- kind of which a job was lost in two attempts in a row, or was lost and ends now (`ends`: it has no attempt left, or
--- is past its expires_at). Sets aside the jobs whose kind is quarantined, except jobs that end now, and except the
--- kind's trial if the trial was not lost. The present lease of a job that is set aside does not count as an attempt.
+-- Checks jobs that a claim has just leased. A job is lost if its previous lease had expired. A job ends now (`ends`) if
+-- it has no attempt left, or if its expires_at has passed. Records a crash for each kind that has a job which was lost
+-- in two attempts in a row, or which was lost and ends now. Sets aside the jobs whose kind is quarantined. Does not set
+-- aside jobs that end now, or the kind's trial if the trial was not lost. The present lease of a job that is set aside
+-- does not count as an attempt.
 --
--- Returns the ids of the jobs that keep the lease, and not those of the jobs that were set aside: if the statement runs
--- again because its answer was lost, it finds no lease on the jobs that the first run has set aside.
+-- Returns the ids of the jobs that keep their lease, and not the ids of the jobs that were set aside. The reason: if
+-- the statement runs again because its answer was lost, it finds no lease on the jobs that the first run has set aside.
 WITH leased AS MATERIALIZED (
     SELECT
         j.id, j.queue_id, j.kind, j.leased_at, n.ends, n.lost,
@@ -27,8 +28,8 @@ WITH leased AS MATERIALIZED (
     CROSS JOIN LATERAL (SELECT q.quarantine_after FROM windrow.queue q WHERE q.queue_id = l.queue_id OFFSET 0) q
     WHERE l.crashed AND q.quarantine_after IS NOT NULL
         AND NOT EXISTS (SELECT FROM windrow.quarantine k WHERE k.queue_id = l.queue_id AND k.kind = l.kind)
-        -- Do not record the crash twice: if the answer of a first run of this statement was lost, that run has recorded
-        -- it, perhaps for another of these jobs.
+        -- Do not record the crash twice. If the answer of a first run of this statement was lost, the first run has
+        -- recorded the crash, perhaps for another of these jobs.
         AND NOT EXISTS (
             SELECT
             FROM windrow.crash c

@@ -1,4 +1,4 @@
--- Returns how many jobs of a queue's org, and of the queue, are leased and count for a limit. Counts no further than
+-- Returns how many jobs of a queue's org, and of the queue, are leased and count towards a limit. Stops counting at
 -- these limits. NULL: there is no such limit. Takes no locks.
 SELECT
     CASE WHEN m.of_org IS NOT NULL THEN windrow.count_in_flight(%(queue_id)s, true, m.of_org) END,

@@ -48,5 +48,5 @@ CROSS JOIN LATERAL (
     WHERE c.id = n.id AND {{org_of(c)}} = {{org_id_of(n)}}
     LIMIT 1
 ) found
--- OFFSET 0 fence: finds the queue by its number, never by a scan of all queues.
+-- OFFSET 0 makes Postgres find the queue by its number, never by a scan of all queues.
 CROSS JOIN LATERAL (SELECT q.queue FROM windrow.queue q WHERE q.queue_id = found.queue_id OFFSET 0) q

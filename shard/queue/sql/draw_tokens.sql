@@ -1,6 +1,6 @@
 -- Draws tokens from buckets, each for one org, queue and measure. Returns for each draw, by its position, how many
--- tokens it got and how many are left. Rows are locked in the order of their keys, so that two of these statements
--- never deadlock. What one draw does is in shard/postgres/functions/draw_tokens.sql.
+-- tokens it got and how many tokens the bucket has after the draw. Rows are locked in the order of their keys, so that
+-- two of these statements never deadlock. shard/postgres/functions/draw_tokens.sql makes a single draw.
 SELECT n.position, d.granted, d.tokens, d.version
 FROM (
     SELECT *

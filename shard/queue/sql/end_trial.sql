@@ -1,5 +1,5 @@
 -- Ends a trial whose job has not ended properly. If the job crashed, the next trial comes after a pause, which doubles
--- up to pause_s_max. Otherwise the job is gone, and the next trial may come at once.
+-- each time, up to pause_s_max. If the job does not exist any more or was cancelled, the next trial may come at once.
 UPDATE windrow.quarantine k
 SET
     trial_id = NULL, trial_at = NULL,

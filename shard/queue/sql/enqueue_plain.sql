@@ -1,20 +1,22 @@
 -- Stores a batch of jobs as enqueue.sql does, for jobs that have only an id, queue, kind, payload, priority and trace.
 -- It admits ids and queues exactly as enqueue.sql does, and returns the same row. If a live job has one of the ids, the
--- statement fails with a unique violation and stores nothing. It has no ON CONFLICT, because a row then needs one WAL
--- record less (docs/decisions/0038-plain-jobs-have-an-enqueue-of-their-own.md).
+-- statement fails with a unique violation and stores nothing. It has no ON CONFLICT, because without it each row needs
+-- one WAL record less (docs/decisions/0038-plain-jobs-have-an-enqueue-of-their-own.md).
 WITH clock AS (
     -- An id contains the time when it was made. If that time is older than the horizon, an earlier job with this id may
     -- have been deleted already. If that time is far in the future, an earlier job with this id may have finished
-    -- before `since`, the time from which finished jobs are searched. `since` allows one hour for ids of the future,
-    -- and one more hour for clocks that differ: the job may have finished by another server's clock.
+    -- before `since`, the time from which finished jobs are searched. `since` is two hours before the time of the
+    -- oldest id. One hour is for ids from the future, whose jobs may have finished before the time in their ids. One
+    -- hour is for clocks that differ, because the job may have finished by another server's clock.
     SELECT
         to_timestamp(%(oldest_ms)s / 1e3) >= now() - %(horizon_us)s * interval '1 us'
             AND to_timestamp(%(newest_ms)s / 1e3) <= now() + interval '1 hour' AS ids_fit,
         least(to_timestamp(%(oldest_ms)s / 1e3), now()) - interval '2 hours' AS since
 ), lane AS (
-    -- A remembered queue_id must still name this org's queue. A slot that has moved away admits no jobs. Neither does a
-    -- slot that arrived by a move that the caller does not know (I6): the caller has not asked the slot's former owner
-    -- for the ids. OFFSET 0 fences: find queues and slots by their numbers, never by a scan of all of them.
+    -- A queue is admitted only if the remembered queue_id still names this org's queue. It is not admitted if its slot
+    -- has moved away, or if its slot has arrived by a move that the caller does not know (invariant I6), because then
+    -- the caller has not asked the slot's former owner for the ids. OFFSET 0 makes Postgres find queues and slots by
+    -- their numbers, never by a scan of all of them.
     SELECT l.queue_id, gives_jobs, max_attempts
     FROM unnest(%(lane_ids)s::bigint[], %(lane_orgs)s::text[], %(lane_queues)s::text[], %(lane_epochs)s::bigint[])
         AS l (queue_id, org, queue, epoch),
@@ -37,16 +39,17 @@ WITH clock AS (
             n.id, n.queue_id, n.priority, n.kind, n.payload, n.trace,
             -- The waiting consumer to which the job is leased at once, if the queue gives jobs.
             CASE WHEN lane.gives_jobs THEN n.taker END AS taker
-        -- A column that no job of the batch uses is an empty array; unnest fills it with NULLs.
+        -- A column that no job of the batch uses is an empty array, which unnest fills with NULLs.
         FROM unnest(
             %(ids)s::uuid[], %(queue_ids)s::bigint[], %(priorities)s::smallint[], %(kinds)s::text[],
             %(payloads)b::bytea[], %(traces)s::text[], %(takers)s::smallint[]
         ) AS n (id, queue_id, priority, kind, payload, trace, taker)
         JOIN lane USING (queue_id)
-        -- All or none: if one queue is not admitted, nothing is stored.
+        -- If one queue is not admitted, nothing is stored.
         WHERE (SELECT clock.ids_fit FROM clock)
             AND (SELECT count(*) FROM lane) = cardinality(%(lane_ids)s::bigint[])
-        -- Sorted by id, as in enqueue.sql, so that two batches cannot deadlock, whichever statement stores them.
+        -- The rows are sorted by id, as in enqueue.sql, so that two batches cannot deadlock, no matter which of the two
+        -- statements stores them.
         ORDER BY n.id
     ) n
     RETURNING queue_id

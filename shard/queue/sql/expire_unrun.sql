@@ -1,4 +1,5 @@
--- Cancels jobs that a claim found past their expires_at. The lease of that claim does not count as an attempt.
+-- Cancels jobs that a claim has leased although their expires_at has passed. The lease of that claim does not count as
+-- an attempt.
 WITH ended AS (
     DELETE FROM windrow.job j
     WHERE j.id = ANY (%(ids)s::uuid[]) AND j.lease = %(lease)s AND j.expires_at <= now()

@@ -1,7 +1,6 @@
--- Returns what the job of a node waits for: its node, whether the node waits for a signal, whether the blocked job of
--- such a node has its signal already, whether its workflow is paused, the names of some nodes that it waits for and
--- that have not ended, and how many such nodes there are, counted up to left_max. No row: the workflow or the node is
--- not on this shard.
+-- Returns what the job of a node waits for: the node's name, whether the node waits for a signal, whether it has got
+-- its signal already, whether its workflow is paused, the names of some nodes for which it waits and which have not
+-- ended, and the number of these nodes, counted up to left_max. No row: the workflow or the node is not on this shard.
 SELECT
     n.name, n.is_signal,
     n.is_signal AND EXISTS (

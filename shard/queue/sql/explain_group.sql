@@ -1,12 +1,12 @@
--- Returns why a job waits for a slot of its group: how many slots the group may have, how many are taken, how many of
--- the jobs that have a slot are leased, and how many jobs wait before this one, counted up to jobs_max. Also returns
--- the job whose lease ends first. If none is leased, returns the job that has the first slot instead. No row: the job
--- does not wait.
+-- Returns why a job waits for a slot of its group: how many slots the group may have, how many slots are taken, how
+-- many of the jobs that have a slot are leased, and how many jobs wait before this job, counted up to jobs_max. Also
+-- returns the job whose lease ends first. If no job of the group is leased, returns the job that has the first slot
+-- instead. No row: the job does not wait.
 SELECT
     j.group_key, coalesce(q.group_concurrency, 1) AS concurrency, held.taken, held.leased, held.ids[1] AS holder_id,
     held.workers[1] AS worker, held.untils[1] AS until, ahead.jobs AS ahead
 FROM windrow.queue q
--- OFFSET 0 fence: finds the job by its id, never by a scan of all jobs that wait.
+-- OFFSET 0 makes Postgres find the job by its id, never by a scan of all jobs that wait.
 CROSS JOIN LATERAL (
     SELECT j.id, j.queue_id, j.group_key, j.group_slot, j.run_at, j.visible_at
     FROM windrow.job j

@@ -1,6 +1,6 @@
 -- Explains the leases that an ack, nack, extend, release or snooze did not find: how each lease ended (`ended_as`),
--- whether its job is known, and whether the job was cancelled. If the answer of a call was lost and the call is
--- repeated, `ended_as` shows that the repeated call must get OK again.
+-- whether its job is known, and whether the job was cancelled. If the answer of a call was lost, and the caller repeats
+-- the call, `ended_as` shows that the repeated call must get OK.
 WITH cold AS MATERIALIZED (
     SELECT c.*
     FROM windrow.find_cold(

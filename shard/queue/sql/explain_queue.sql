@@ -1,9 +1,9 @@
 -- Returns what a queue would give now: its first ready jobs, its next jobs, and which consumers were seen. No row: the
--- org has no such queue here.
+-- org has no such queue on this shard.
 --
--- Looks at no more than jobs_max ready jobs, and at no more than next_max jobs of each priority that become visible
--- later. These jobs are scheduled, or leased until that time. If next_max jobs are leased, the next scheduled job may
--- not be found.
+-- Reads at most jobs_max ready jobs, and at most next_max jobs of each priority that become visible later. Jobs that
+-- become visible later are scheduled, or leased until that time. If next_max of them are leased, the next scheduled job
+-- may not be found.
 SELECT
     now() AS now, {{gives_jobs(q)}} AS gives_jobs, ready.jobs AS ready, first.id::text AS first_id, first.kind AS first_kind,
     first.visible_at AS first_visible_at, waiting.jobs AS waiting, later.leased, later.first_deadline, later.next_due, later.complete,

@@ -1,6 +1,6 @@
 -- Extends live leases, at most to the end of the job's max_runtime. Never shortens a lease. Stores what the consumer
--- reported with the extend: NULL keeps the stored value, and an empty checkpoint removes the stored one. The log is
--- always the log of the whole attempt so far.
+-- reported with the extend: NULL keeps the stored value, and an empty checkpoint removes the stored checkpoint. The log
+-- is always the log of the whole attempt so far.
 UPDATE windrow.job AS j
 SET
     visible_at = greatest(
@@ -11,7 +11,8 @@ SET
     checkpoint = CASE WHEN x.checkpoint IS NULL THEN j.checkpoint ELSE nullif(x.checkpoint, '') END,
     log = coalesce(x.log, j.log)
 FROM (
-    -- If several calls name one lease, the longest window and the last report count, and each of the calls gets OK.
+    -- If several calls name one lease, the longest window and the last report are stored, and each of these calls gets
+    -- OK.
     SELECT
         g.id, g.lease, g.org_position, max(g.window_us) AS window_us,
         (array_agg(g.progress ORDER BY g.place DESC) FILTER (WHERE g.progress IS NOT NULL))[1] AS progress,
@@ -24,10 +25,10 @@ FROM (
     GROUP BY g.id, g.lease, g.org_position
     ORDER BY g.id
 ) x
--- The job must be found by its id and its org, and by nothing else. If the table was empty at the last vacuum, the
--- planner expects it to be empty, and could choose a scan of a whole index. ANY and IS TRUE prevent that. The org is a
--- condition of the index search, so that no row of another org is read: how long a call takes must not show whether
--- another org has an id, even if the call names that id a thousand times.
+-- Postgres must find the job by an index search for its id and its org. If the table was empty at the last vacuum, the
+-- planner expects it to be empty now, and could choose a scan of a whole index. ANY and IS TRUE prevent such a scan.
+-- The org is a condition of the index search, so that no row of another org is read. The reason: the time that a call
+-- takes must not show whether another org has an id, even if the call names that id a thousand times.
 WHERE j.id = ANY (ARRAY[x.id]) AND {{org_of(j)}} = {{org_id_of(x)}}
     AND (j.lease = x.lease AND j.visible_at > now()) IS TRUE
 RETURNING j.id::text, j.lease

@@ -1,6 +1,6 @@
 -- Finds out which of these new jobs the shard knows already, before an enqueue, or after an enqueue that did not store
--- them. Returns for each of them its place in the arrays, and the id of the known job: the job with its id or, if there
--- is none, the job with its dedup key.
+-- them. Returns for each job that is known its place in the arrays, and the id of the known job. The known job has the
+-- same id or, if there is no such job, the same dedup key.
 WITH cold AS MATERIALIZED (
     SELECT c.id, c.org_id
     FROM windrow.known_cold(
@@ -33,7 +33,7 @@ CROSS JOIN LATERAL (
     WHERE c.id = n.id AND c.org_id = {{org_id_of(n)}}
     UNION ALL
     SELECT keyed.job_id
-    -- OFFSET 0 fence: finds the queue by its name, never by a scan of all queues or keys.
+    -- OFFSET 0 makes Postgres find the queue by its name, never by a scan of all queues or keys.
     FROM (
         SELECT q.queue_id
         FROM windrow.queue q
@@ -55,7 +55,7 @@ CROSS JOIN LATERAL (
     ) keyed
     LIMIT 1
 ) known
--- A commit whose wait for the synchronous standby was interrupted is visible, but a failover may still lose it. An
--- answer that relies on it must wait for the standby too. Only a transaction that has written something waits, so this
--- statement writes a message to the WAL.
+-- If a commit's wait for the synchronous standby was interrupted, the commit is visible, but a failover may still lose
+-- it. An answer that relies on such a commit must also wait for the standby. Only a transaction that has written
+-- something waits, so this statement writes a message to the WAL.
 WHERE (SELECT pg_logical_emit_message(true, 'windrow', '')) IS NOT NULL

@@ -1,5 +1,5 @@
--- Returns the places of the jobs, live or dead, that another session keeps locked. Waits for no lock. The other jobs
--- are locked while this statement runs.
+-- Returns the places of the live and dead jobs that another session keeps locked. Waits for no lock. Locks all other
+-- jobs while it runs.
 WITH named AS MATERIALIZED (
     SELECT n.place, n.id, {{org_id_of(n)}} AS org_id
     FROM unnest(%(ids)s::uuid[], %(org_positions)s::smallint[]) WITH ORDINALITY AS n (id, org_position, place)

@@ -1,9 +1,9 @@
--- Returns the places of the dedup keys that another session keeps locked: their rows, or the live jobs that hold them.
--- Waits for no lock. The other keys are locked while this statement runs.
+-- Returns the places of the dedup keys that another session keeps locked. A key is locked if its row is locked, or if
+-- the live job that has the key is locked. Waits for no lock. Locks all other keys while it runs.
 WITH named AS MATERIALIZED (
     SELECT n.place, n.key, q.queue_id
     FROM unnest(%(orgs)s::text[], %(queues)s::text[], %(keys)s::text[]) WITH ORDINALITY AS n (org, queue, key, place)
-    -- OFFSET 0 fence: finds the queue by its name, never by a scan of all queues.
+    -- OFFSET 0 makes Postgres find the queue by its name, never by a scan of all queues.
     CROSS JOIN LATERAL (SELECT q.queue_id FROM windrow.queue q WHERE q.org = n.org AND q.queue = n.queue OFFSET 0) q
 ), free AS MATERIALIZED (
     SELECT n.place

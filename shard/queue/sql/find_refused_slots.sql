@@ -1,5 +1,6 @@
 -- Finds the orgs whose jobs this shard refuses from callers whose placements have these epochs. Returns the place of
--- each org in the arrays, its slot, and the slot's state and epoch here. An org without a row here is in its hash slot.
+-- each such org in the arrays, its slot, and the slot's state and epoch on this shard. If this shard has no row of an
+-- org, the org is in its hash slot.
 SELECT n.place, slot.slot, coalesce(s.state, 'foreign') AS state, coalesce(s.epoch, 0) AS epoch
 FROM unnest(%(orgs)s::text[], %(slots)s::smallint[], %(epochs)s::bigint[]) WITH ORDINALITY AS n (org, slot, epoch, place)
 CROSS JOIN LATERAL (

@@ -1,6 +1,6 @@
 -- Returns at most groups_max groups of these queues with jobs that wait for a group slot, and whether each group has a
--- free slot. A free slot is rare: the transaction that frees it also fills it. Steps from group to group in an index.
--- In the first queue, begins after the group `after`. Leaves out queues of orgs whose slot moves.
+-- free slot. Free slots are rare, because the transaction that frees a slot also fills it. Steps from group to group in
+-- an index. In the first queue, begins after the group `after`. Leaves out queues of orgs that move.
 SELECT g.queue_id, g.group_key, g.taken < g.slots_max AS has_free
 FROM (
     SELECT
@@ -11,7 +11,7 @@ FROM (
             WHERE h.queue_id = q.queue_id AND h.group_key = w.group_key AND h.group_slot BETWEEN 1 AND s.slots_max
         ) AS taken
     FROM unnest(%(queue_ids)s::bigint[]) WITH ORDINALITY AS q (queue_id, turn)
-    -- OFFSET 0 fence: finds the queue by its id, as in claim.sql.
+    -- OFFSET 0 makes Postgres find the queue by its id, as in claim.sql.
     CROSS JOIN LATERAL (
         SELECT coalesce(c.group_concurrency, 1)::smallint AS slots_max, c.slot
         FROM windrow.queue c

@@ -1,5 +1,5 @@
--- Folds the tally into one row for each org. A second session that runs this at the same time waits for the deleted
--- rows, and then folds nothing.
+-- Folds the tally into one row for each org. A second session that runs this statement at the same time waits until the
+-- rows are deleted, and then folds nothing.
 WITH folded AS (
     DELETE FROM windrow.tally RETURNING org_id, accepted
 )

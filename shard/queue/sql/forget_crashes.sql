@@ -1,2 +1,2 @@
--- Forgets crashes that are a day old: there were too few of them for a quarantine.
+-- Forgets crashes that are a day old. They were too few for a quarantine.
 DELETE FROM windrow.crash c WHERE c.at < now() - interval '1 day'

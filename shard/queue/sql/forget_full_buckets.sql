@@ -1,4 +1,4 @@
--- Deletes the rows of full buckets: a bucket without a row counts as full.
+-- Deletes the rows of full buckets, because a bucket without a row counts as full.
 DELETE FROM windrow.token_bucket b
 WHERE b.ctid = ANY(ARRAY(
     SELECT f.ctid

@@ -1,7 +1,7 @@
 -- Returns jobs by id, from every table of this shard: live, dead, departing, finished and cold jobs, in the order of
--- the ids. The org is a condition of each index search, so that no row of another org is read: how long a call takes
--- must not show whether another org has an id. Jobs after the one that fills bytes_max are not whole: they come without
--- their large columns. The other columns of a job have less than 1 KiB.
+-- the ids. The org is a condition of each index search, so that no row of another org is read. The reason: the time
+-- that a call takes must not show whether another org has an id. The jobs that follow the job that fills bytes_max are
+-- not whole: they are returned without their large columns. The other columns of a job have less than 1 KiB.
 SELECT
     k.id::text, k.queue, k.state, k.priority, k.enqueued_at, k.run_at, k.expires_at, k.attempt,
     coalesce(k.max_attempts, CASE WHEN NOT %(as_stored)s THEN k.queue_max_attempts END) AS max_attempts,
@@ -73,8 +73,8 @@ FROM (
             %(ids)s::uuid[], least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours',
             (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
         ) c
-        -- OFFSET 0 fences: first finds the few jobs by their ids, then their queues; never scans all jobs of the org's
-        -- queues.
+        -- OFFSET 0 makes Postgres first find the few jobs by their ids, and then their queues. It never scans all jobs
+        -- of the org's queues.
         OFFSET 0
     ) f
     CROSS JOIN LATERAL (SELECT * FROM windrow.queue WHERE queue_id = f.queue_id OFFSET 0) q

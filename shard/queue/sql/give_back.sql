@@ -1,6 +1,6 @@
 -- Ends leases with this outcome. Each job becomes visible again after its delay, or at once if there are no delays. A
--- job that is not due at once keeps its group slot only if its group has a single slot. In such a group the order of
--- the jobs counts. In other groups only the number of leases counts.
+-- job that is not due at once keeps its group slot only if its group has a single slot. Such a group must keep the
+-- order of its jobs. For other groups, only the number of leases is limited.
 UPDATE windrow.job AS j
 SET
     history = windrow.remember(

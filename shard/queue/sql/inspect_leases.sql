@@ -1,4 +1,4 @@
--- Returns the columns of leased jobs by which the retry policy decides.
+-- Returns the columns of leased jobs from which it is decided whether and when the jobs run again.
 SELECT
     j.id::text AS id, j.lease, j.attempt,
     coalesce(j.max_attempts, (SELECT q.max_attempts FROM windrow.queue q WHERE q.queue_id = j.queue_id)) AS max_attempts,

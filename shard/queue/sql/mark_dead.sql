@@ -1,5 +1,6 @@
--- Moves leased jobs to the table dead: their last attempt was nacked, an attempt failed permanently, or a claim found
--- them out of attempts. In the third case, `outcome` is NULL, and the latest lease does not count as an attempt.
+-- Moves leased jobs to the table dead, for one of three reasons: their last attempt was nacked, an attempt failed
+-- permanently, or a claim found that they have no attempt left. In the third case, `outcome` is NULL, and the latest
+-- lease does not count as an attempt.
 WITH ended AS (
     DELETE FROM windrow.job j
     USING (

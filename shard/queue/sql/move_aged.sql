@@ -1,11 +1,11 @@
--- Moves to priority 1 those jobs of these queues that have been ready for long. Jobs of priority p have been ready for
--- long if they became visible at least p - 1 times the queue's ageing_seconds ago. Moves at most jobs_max jobs of each
--- priority of a queue. Begins at each lane's floor, as a claim does.
+-- Moves jobs of these queues that have aged to priority 1. A job has aged if it became visible at least p - 1 times the
+-- queue's ageing_seconds ago, where p is its priority. Moves at most jobs_max jobs of each priority of a queue. Begins
+-- at each lane's floor, as a claim does.
 WITH aged AS MATERIALIZED (
-    -- MATERIALIZED fence: no more rows are locked than are moved.
+    -- MATERIALIZED makes Postgres run this CTE once, so that it locks no more rows than it moves.
     SELECT v.ctid
     FROM unnest(%(queue_ids)s::bigint[]) WITH ORDINALITY AS s (queue_id, turn)
-    -- OFFSET 0 fence: finds the queue by its id, as in claim.sql.
+    -- OFFSET 0 makes Postgres find the queue by its id, as in claim.sql.
     CROSS JOIN LATERAL (
         SELECT q.ageing_seconds
         FROM windrow.queue q
@@ -28,9 +28,9 @@ WITH aged AS MATERIALIZED (
 UPDATE windrow.job AS j
 SET
     priority = 1,
-    -- This is not earlier than now(), because claims do not look below the floor.
+    -- The new visible_at is not earlier than now(), because claims do not look below the floor.
     visible_at = now(),
-    -- If a lease expired unnoticed, the end of the lease is recorded here.
+    -- If a lease has expired and no claim has noticed it, record the end of the lease now.
     history = {{history_with_lost(j)}},
     lease = NULL, leased_at = NULL, worker = NULL, log = NULL
 WHERE j.ctid = ANY (ARRAY(SELECT aged.ctid FROM aged))

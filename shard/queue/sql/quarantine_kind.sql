@@ -1,5 +1,5 @@
--- Quarantines a kind whose jobs have crashed, and forgets the crashes of all kinds of its org: jobs of other kinds may
--- have crashed only because they were leased to the same workers. Quarantines nothing if the org already has the
+-- Quarantines a kind whose jobs have crashed. Forgets the crashes of all kinds of its org, because jobs of other kinds
+-- may have crashed only because they were leased to the same workers. Quarantines nothing if the org already has the
 -- maximum number of quarantined kinds.
 WITH forgotten AS (
     DELETE FROM windrow.crash c

@@ -1,12 +1,12 @@
--- Records that consumers look for jobs of these queues, with a row for each kind that they take. Rows that are younger
--- than 45 s stay as they are. So all routers together write each row about once a minute. A queue that has rows for 100
--- kinds or more gets no rows for further kinds. Instead, a consumer of a further kind is recorded as a consumer of all
--- kinds, because otherwise the further kind would seem to have no consumer. The rows are ordered, so that all routers
--- lock them in the same order.
+-- Records that consumers look for jobs of these queues, with a row for each kind that they take. Does not change rows
+-- that are younger than 45 s. So all routers together write each row about once a minute. A queue that has rows for 100
+-- kinds or more gets no rows for more kinds. Instead, a consumer of another kind is recorded as a consumer of all
+-- kinds, because otherwise that kind would seem to have no consumer. The rows are ordered, so that all routers lock
+-- them in the same order.
 INSERT INTO windrow.consumer_seen (queue_id, kind, at)
 SELECT DISTINCT q.queue_id, CASE WHEN q.seen_at IS NULL AND q.kinds >= 100 THEN '' ELSE n.kind END, now()
 FROM unnest(%(orgs)s::text[], %(queues)s::text[], %(kinds)s::text[]) AS n (org, queue, kind)
--- OFFSET 0 fence: finds the queue by its name, never by a scan of all queues.
+-- OFFSET 0 makes Postgres find the queue by its name, never by a scan of all queues.
 CROSS JOIN LATERAL (
     SELECT
         q.queue_id,

@@ -3,7 +3,7 @@
 INSERT INTO windrow.consumer_seen (queue_id, kind, at)
 SELECT DISTINCT q.queue_id, CASE WHEN q.seen_at IS NULL AND q.kinds >= 100 THEN '' ELSE n.kind END, now()
 FROM unnest(%(queues)s::text[], %(kinds)s::text[]) AS n (queue, kind)
--- OFFSET 0 fence: finds the name by its text, never by a scan of all names.
+-- OFFSET 0 makes Postgres find the name by its text, never by a scan of all names.
 CROSS JOIN LATERAL (
     SELECT
         every.queue_id,

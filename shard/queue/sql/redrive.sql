@@ -1,6 +1,7 @@
 -- Makes dead jobs ready at once. Their attempts are counted from 1 again. The jobs keep their history, but do not take
--- their live keys again: other jobs may have these keys by now, also on another shard. Returns the jobs with their
--- queues. Also returns the jobs on their way to another shard (departing), which it does not change.
+-- their live keys again, because other jobs, on this or another shard, may have these keys by now. Returns the jobs
+-- with their queues. Also returns the jobs that are on their way to another shard (departing), which it does not
+-- change.
 WITH chosen AS (
     DELETE FROM windrow.dead d
     WHERE d.id = ANY (%(ids)s::uuid[])

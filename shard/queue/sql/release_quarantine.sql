@@ -1,5 +1,5 @@
--- Ends the quarantine of a kind, and forgets its crashes. Returns whether the kind was quarantined. No row: this shard
--- does not own the slot as the caller thinks (see add_quarantine.sql), or the queue does not exist.
+-- Ends the quarantine of a kind, and forgets its crashes. Returns whether the kind was quarantined. No row: the queue
+-- does not exist, or its slot is not in the state that add_quarantine.sql demands.
 WITH queue AS MATERIALIZED (
     SELECT q.queue_id
     FROM windrow.queue q

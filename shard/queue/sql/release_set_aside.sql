@@ -1,5 +1,5 @@
 -- Releases up to `rows` jobs that are set aside although their kinds are not quarantined. Steps in an index from one
--- kind that has jobs set aside to the next. Returns the queue of each released job.
+-- kind that has jobs set aside to the next such kind. Returns the queue of each released job.
 WITH RECURSIVE kind AS (
     (
         SELECT j.queue_id, j.kind
@@ -19,7 +19,7 @@ WITH RECURSIVE kind AS (
         LIMIT 1
     ) next
 ), free AS MATERIALIZED (
-    -- MATERIALIZED fence: no more rows are locked than are released.
+    -- MATERIALIZED makes Postgres run this CTE once, so that it locks no more rows than it releases.
     SELECT v.ctid
     FROM kind
     CROSS JOIN LATERAL (
@@ -36,7 +36,7 @@ WITH RECURSIVE kind AS (
     LIMIT %(rows)s
 )
 UPDATE windrow.job j
--- This is never before now(), because claims do not look below the floor.
+-- The new visible_at is never before now(), because claims do not look below the floor.
 SET visible_at = greatest(j.run_at, now())
 WHERE j.ctid = ANY (ARRAY(SELECT free.ctid FROM free))
 RETURNING j.queue_id

@@ -1,9 +1,10 @@
--- Gives a signal to the job of a node that waits for one. A released job succeeds, and the signal is its result. A
--- blocked job keeps the signal as its checkpoint, until its workflow releases it. Returns what was done, and the queues
--- in which workflows or limits may have released other jobs. No row: the job is not here, has ended, or has just
--- changed.
+-- Gives a signal to the job of a node that waits for a signal. A released job succeeds, and the signal is its result. A
+-- blocked job keeps the signal as its checkpoint, until its workflow releases the job. Returns what was done, and the
+-- queues in which other jobs may have become ready because of workflows or limits. No row: the job is not on this
+-- shard, has ended, or has just changed.
 WITH ended AS (
-    -- Also deletes a job that a claim has leased because the job has expired: whoever deletes the row first decides.
+    -- Also deletes a job that a claim has leased because the job has expired. The statement that deletes the row first
+    -- decides how the job ends.
     DELETE FROM windrow.job j
     WHERE j.id = ANY (ARRAY[%(id)s::uuid]) AND j.workflow_node = %(node)s AND NOT {{is_blocked(j)}}
         AND {{org_of(j)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
@@ -15,7 +16,8 @@ WITH ended AS (
     )
     SELECT
         e.id, e.queue_id, e.enqueued_at, e.run_at, e.expires_at, e.priority,
-        -- If the job has a lease, a claim found it expired. That claim has counted an attempt; do not count it.
+        -- If the job has a lease, a claim has leased it because it has expired. That claim has counted an attempt,
+        -- which must not count.
         e.attempt - CASE WHEN e.lease IS NULL THEN 0 ELSE 1 END, e.max_attempts, {{kept_content(e)}}, e.history, 'succeeded',
         -- No lease has the number 0.
         0, %(payload)b::bytea, {{finish_time}}, {{retention_of(e)}}
@@ -38,7 +40,8 @@ FROM ended e
 UNION ALL
 SELECT 'taken', NULL FROM early
 UNION ALL
--- This reads the row as it was before the update above, so a signal that `early` has just stored is not found.
+-- This SELECT reads the row as it was before the update in `early`, so it does not find a signal that `early` has just
+-- stored.
 SELECT 'repeated', NULL
 FROM windrow.job j
 WHERE j.id = ANY (ARRAY[%(id)s::uuid]) AND j.workflow_node = %(node)s AND {{is_blocked(j)}} AND j.checkpoint IS NOT NULL

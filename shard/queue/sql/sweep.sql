@@ -1,8 +1,8 @@
--- Returns what probe.sql returns, but looks from the beginning of time, so that it also finds jobs that committed late
--- (I7). Most queues have jobs of one priority or no jobs. Therefore the statement steps from each lane that has jobs to
--- the next such lane, instead of looking into all nine lanes. Also returns whether other statements may have work to
--- do: to fill group slots for which jobs wait, to fold workflows, to move jobs that have aged, and to look after
--- quarantined kinds.
+-- Returns what probe.sql returns, but searches from the beginning of time, so that it also finds jobs that committed
+-- late (invariant I7). Most queues have jobs of one priority or no jobs. Therefore the statement steps from each lane
+-- that has jobs to the next such lane, instead of looking into all nine lanes. Also returns whether other statements
+-- may have work to do: those that fill group slots, fold workflows, move jobs that have aged, or sweep the quarantined
+-- kinds.
 SELECT now() AS now, array_agg(first.queue_id) AS queue_ids, array_agg(first.priority) AS priorities,
     array_agg(first.visible_at) AS visible_at, array_agg(first.gives_jobs) AS gives_jobs,
     EXISTS (
@@ -20,7 +20,7 @@ SELECT now() AS now, array_agg(first.queue_id) AS queue_ids, array_agg(first.pri
 FROM (
     SELECT q.queue_id, j.priority, j.visible_at, w.gives_jobs
     FROM unnest(%(queue_ids)s::bigint[]) AS q (queue_id)
-    -- OFFSET 0 fence: finds the queue by its id, as in claim.sql.
+    -- OFFSET 0 makes Postgres find the queue by its id, as in claim.sql.
     CROSS JOIN LATERAL (
         SELECT {{gives_jobs(w)}} AS gives_jobs FROM windrow.queue w WHERE w.queue_id = q.queue_id OFFSET 0
     ) w

@@ -1,8 +1,9 @@
 -- Returns the first `queues` queues that have live jobs and an id from `first` to `last`, ordered by id. The queues of
--- one name, of all orgs, are such a range. Returns for each queue its org, whether it gives jobs, and the time at which
--- its first job is or becomes visible. Looks from the beginning of time, so that it also finds jobs that committed late
--- (I7). Steps in the ready index from each queue to the next one, and from each lane of a queue to the next one, as
--- sweep.sql does. So the time that it takes does not depend on the number of jobs.
+-- all orgs with one name are such a range of ids. Returns for each queue its org, whether it gives jobs, and the time
+-- at which its first job became or becomes visible. Searches from the beginning of time, so that it also finds jobs
+-- that committed late (invariant I7). Steps in the ready index from each queue to the next queue, and from each lane of
+-- a queue to the next lane, as sweep.sql does. So the time that the statement takes does not depend on the number of
+-- jobs.
 SELECT now() AS now, head.queue_id, q.org, q.gives_jobs, first.visible_at
 FROM (
     WITH RECURSIVE step AS (
@@ -24,10 +25,10 @@ FROM (
             LIMIT 1
         ) next
     )
-    -- The recursion ends with the last row that is asked for.
+    -- The recursion ends when the LIMIT is reached.
     SELECT step.queue_id FROM step LIMIT %(queues)s::bigint
 ) head
--- OFFSET 0 fence: finds the queue by its id, as in claim.sql.
+-- OFFSET 0 makes Postgres find the queue by its id, as in claim.sql.
 LEFT JOIN LATERAL (
     SELECT q.org, {{gives_jobs(q)}} AS gives_jobs FROM windrow.queue q WHERE q.queue_id = head.queue_id OFFSET 0
 ) q ON true

@@ -1,12 +1,13 @@
 -- Advances schedules whose runs are stored. `runs_us`: the instant of the latest run that was stored now, of any cause.
--- `buffered`: how many runs wait at most. If it is not 0, this statement counts the runs that wait, because a run that
--- was to wait was not stored if its instant had a run before.
+-- `buffered`: the maximum number of buffered runs. If it is not 0, this statement counts the buffered runs, because
+-- there may be fewer: a run that was to be buffered was not stored if its instant had a run before.
 UPDATE windrow.schedule s
 SET
     next_at = timestamptz 'epoch' + n.next_us * interval '1 us',
     wake_at = CASE WHEN s.paused_at IS NULL THEN timestamptz 'epoch' + n.wake_us * interval '1 us' END,
     last_at = coalesce(timestamptz 'epoch' + n.last_us * interval '1 us', s.last_at),
-    -- The job of the run at this instant. If the instant had a run before, this is the job of that run.
+    -- The job of the run at the instant in `runs_us`. If that instant had a run before, it is the job of the earlier
+    -- run.
     last_job = coalesce(
         (
             SELECT r.job_id

@@ -1,4 +1,4 @@
--- Deletes a schedule and its runs. Its jobs stay.
+-- Deletes a schedule and its runs, but not its jobs.
 WITH gone AS (
     DELETE FROM windrow.schedule s
     USING windrow.org o, windrow.owned_slot w

@@ -1,4 +1,4 @@
--- Returns for each of these schedules the first run that waits for an earlier run.
+-- Returns for each of these schedules the first buffered run, which waits for the end of an earlier run.
 SELECT n.id::text, r.at, r.cause
 FROM unnest(%(schedules)s::uuid[]) AS n (id)
 CROSS JOIN LATERAL (

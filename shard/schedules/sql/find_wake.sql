@@ -1,5 +1,6 @@
--- Returns the time, and the time at which the first schedule of the slots that this shard owns must be looked at. NULL:
--- no schedule has such a time. Reads only the first entry of one index, unless slots have just left this shard.
+-- Returns the present time, and the time at which a router must look at the first schedule of the slots that this shard
+-- owns. NULL: no schedule has such a time. Reads only the first entry of one index, unless slots have just left this
+-- shard.
 SELECT now() AS now, (
     SELECT s.wake_at
     FROM windrow.schedule s

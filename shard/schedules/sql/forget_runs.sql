@@ -1,5 +1,5 @@
--- Forgets runs of these schedules. Keeps the newest runs, the runs that wait, and the runs of backfills that are
--- younger than `backfill_us`.
+-- Forgets runs of these schedules. Keeps the newest runs, the buffered runs, and the runs of backfills that are younger
+-- than `backfill_us`.
 DELETE FROM windrow.schedule_run r
 WHERE (r.schedule_id, r.at) IN (
     SELECT old.schedule_id, old.at

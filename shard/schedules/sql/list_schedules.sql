@@ -1,5 +1,5 @@
 -- Returns a page of an org's schedules by name, without the payloads of their jobs, and the time. The page ends with
--- the schedule whose attributes fill bytes_max; `found` counts the schedules without this limit.
+-- the schedule whose attributes fill bytes_max. `found` is the number of schedules without this limit.
 SELECT {{schedule_record(s)}}, s.org, NULL::bytea AS payload, now() AS now, s.found
 FROM (
     SELECT

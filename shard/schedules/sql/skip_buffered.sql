@@ -1,5 +1,5 @@
--- Skips the runs of these schedules that wait for earlier runs: the shard lost history, and may have stored
--- the waiting runs already before the loss. Returns how many runs it skipped.
+-- Skips the buffered runs of these schedules, because the shard lost history, and may have stored these runs before the
+-- loss. Returns how many runs it skipped.
 WITH skipped AS (
     UPDATE windrow.schedule_run r
     SET outcome = 'skipped', skipped_for = 'recovered', decided_at = now()

@@ -1,7 +1,7 @@
--- Stores decided runs of schedules, each once, and the jobs of the runs that are to run now. Returns the queues that
--- got jobs, the number of jobs, and the org and the name of a queue that does not exist: then the caller must undo
--- everything. The caller has locked the schedules. `stored_ids` has the ids of the jobs in ascending order.
--- `scheduled_runs` has the same order.
+-- Stores decided runs of schedules, each run once, and the jobs of the runs with the outcome `stored`. Returns the
+-- queues that got jobs, and the number of jobs. If a queue does not exist, also returns the org and the name of the
+-- queue; then the caller must roll back the transaction. The caller must have locked the schedules. `stored_ids` has
+-- the ids of the jobs in ascending order. `scheduled_runs` has the same order.
 WITH run AS (
     INSERT INTO windrow.schedule_run AS r (schedule_id, at, through, cause, outcome, skipped_for, job_id, request)
     SELECT
@@ -11,8 +11,9 @@ WITH run AS (
         %(schedules)s::uuid[], %(ats_us)s::bigint[], %(throughs_us)s::bigint[], %(causes)s::text[], %(outcomes)s::text[],
         %(skipped_for)s::text[], %(job_ids)s::uuid[], %(requests)s::uuid[]
     ) AS d (schedule_id, at_us, through_us, cause, outcome, skipped_for, job_id, request)
-    -- Changes an existing run in two cases only: a run that has waited is stored now, and a backfill decides again
-    -- about a run that was skipped for another reason than an overlap. Any other instant that has a run keeps that run.
+    -- Changes an existing run in two cases only: a buffered run is stored now, or a backfill decides again about a run
+    -- that was skipped for another reason than an overlap. In all other cases, an instant that has a run keeps that
+    -- run.
     ON CONFLICT (schedule_id, at) DO UPDATE SET
         cause = excluded.cause, outcome = excluded.outcome, through = excluded.through, skipped_for = excluded.skipped_for,
         job_id = excluded.job_id, decided_at = now()
@@ -20,8 +21,8 @@ WITH run AS (
             OR r.skipped_for <> 'overlap' AND excluded.cause = 'backfill'
     RETURNING r.schedule_id, r.job_id
 ), placed AS (
-    -- Finds the queues by their names. A router must not name them by ids that it remembers: such an id may be that of
-    -- an erased org or, after a restore, of another org (I4).
+    -- Finds the queues by their names. A router must not name the queues by ids that it remembers: such an id may
+    -- belong to an erased org or, after a restore from a backup, to another org (invariant I4).
     SELECT run.schedule_id, run.job_id, o.org, s.queue, q.queue_id
     FROM run
     JOIN windrow.schedule s ON s.id = run.schedule_id
@@ -41,7 +42,7 @@ WITH run AS (
     CROSS JOIN LATERAL (SELECT width_bucket(p.job_id, %(stored_ids)s::uuid[]) AS at) place
     JOIN windrow.schedule s ON s.id = p.schedule_id
     WHERE p.queue_id IS NOT NULL
-    -- Sorted by id, as in enqueue.sql.
+    -- The rows are sorted by id, as in enqueue.sql.
     ORDER BY p.job_id
     RETURNING queue_id
 ), counted AS (

@@ -1,12 +1,12 @@
--- Locks schedules that must be looked at, and returns what a decision about them needs. Begins with the schedules that
--- have waited longest. Other routers skip these schedules until this transaction ends. The statement leaves out
--- schedules of slots that this shard does not own (I6). The transaction keeps a lock on owned_slot, and the close of a
--- slot waits for this lock.
+-- Locks schedules whose wake_at has passed, and returns what is needed to decide about them. Begins with the schedules
+-- that have waited for the longest time. Other routers skip these schedules until this transaction ends. Leaves out
+-- schedules of slots that this shard does not own (invariant I6). The transaction keeps a lock on the table owned_slot,
+-- and a transaction that closes slots waits for this lock.
 SELECT
     s.id::text, o.org, s.org_id, s.name, s.queue, q.queue_id IS NOT NULL AS has_queue, {{schedule_spec(s)}}, s.next_at, s.last_at, s.last_job::text,
     s.buffered, s.decided,
-    -- Whether the decision depends on whether the job of the previous run is live. `is_live` is looked up only if it
-    -- does.
+    -- `matters`: whether the decision depends on whether the job of the previous run is live. `is_live` is computed
+    -- only if `matters` is true.
     s.last_job IS NOT NULL AND (s.overlap <> 'allow' OR s.buffered > 0) AS matters,
     CASE WHEN s.last_job IS NOT NULL AND (s.overlap <> 'allow' OR s.buffered > 0) THEN
         EXISTS (SELECT FROM windrow.job j WHERE j.id = s.last_job AND {{org_of(j)}} = s.org_id)
@@ -16,7 +16,7 @@ SELECT
     END AS is_live,
     now() AS now
 FROM (
-    -- No row is locked beyond the LIMIT: the scan of the index stops there.
+    -- Postgres locks no more rows than the LIMIT, because the scan of the index ends there.
     SELECT s.*
     FROM windrow.schedule s
     WHERE s.wake_at <= now()

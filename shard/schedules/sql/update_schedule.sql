@@ -1,4 +1,4 @@
--- Gives a new configuration to a schedule, which the caller has locked.
+-- Gives a new configuration to a schedule. The caller must have locked the schedule.
 UPDATE windrow.schedule s
 SET ({{schedule_spec}}, {{template_columns}}, next_at, wake_at, paused_at) = (
     SELECT

@@ -1,8 +1,8 @@
 -- Finds what is wrong with workflows, in one snapshot: blocked jobs that nothing will release, nodes that wait for the
 -- wrong node or for each other, nodes whose job is missing, workflows that have recorded a wrong node as their last
 -- open node, jobs that wait for a signal and would run, and ends that were not folded. Leaves out orgs that move,
--- because their jobs may be on the other shard. Also leaves out the work that one fold has left for the next fold:
--- nodes that were not told of an end yet, and ends of jobs that the fold itself has ended.
+-- because their jobs may be on the other shard. Also leaves out work that remains for the next fold: nodes for which
+-- the end of a parent was not processed yet, and ends of jobs that a fold itself has ended.
 WITH RECURSIVE settled AS MATERIALIZED (
     SELECT o.org_id, o.org
     FROM windrow.org o
@@ -15,7 +15,8 @@ WITH RECURSIVE settled AS MATERIALIZED (
         JOIN settled o ON o.org_id = {{org_of(j)}}
         WHERE {{is_blocked(j)}}
     ) j
-    -- OFFSET 0 fences: without statistics the planner would read all nodes of the workflow for each job.
+    -- OFFSET 0 makes Postgres look up one node for each job. Otherwise, without statistics, it would read all nodes of
+    -- the workflow for each job.
     LEFT JOIN LATERAL (
         SELECT w.flow FROM windrow.workflow w WHERE w.org_id = j.org_id AND w.id = j.workflow::uuid OFFSET 0
     ) w ON true
@@ -40,8 +41,8 @@ WITH RECURSIVE settled AS MATERIALIZED (
     JOIN windrow.workflow_node n ON n.flow = w.flow AND n.state = 'blocked'
     LEFT JOIN windrow.workflow_node p ON p.flow = n.flow AND p.node = n.waits_on
 ), chain AS (
-    -- Begins at each node that waits for a node with a greater number: each circle has such a node. Follows the nodes
-    -- from there: the node for which it waits, the node for which that node waits, and so on.
+    -- Begins at each node that waits for a node with a greater number, because each cycle has such a node. From there,
+    -- goes to the node for which this node waits, then to the node for which that node waits, and so on.
     SELECT w.flow, w.node AS first, w.waits_on AS node
     FROM waiting w
     WHERE w.waits_on > w.node

@@ -1,12 +1,12 @@
--- Collects a set of nodes: the given nodes and, for each node in the set, those nodes that it has added and waits for
--- and that have not ended. If a node in the set waits for a node that has not ended and is outside the set, returns the
--- names of both.
+-- Collects a set of nodes. The set has the given nodes. For each node in the set, it also has the nodes that this
+-- node's job has added, for which this node waits, and which have not ended. If a node in the set waits for a node
+-- outside the set that has not ended, returns the names of both nodes.
 WITH RECURSIVE reached AS (
     SELECT x.node FROM unnest(%(nodes)s::integer[]) AS x (node)
     UNION
     SELECT p.node
     FROM reached r
-    -- OFFSET 0 fences: find edges and nodes by their numbers, never by scans of all edges.
+    -- OFFSET 0 makes Postgres find edges and nodes by their numbers, never by scans of all edges.
     CROSS JOIN LATERAL (
         SELECT e.parent FROM windrow.workflow_edge e WHERE e.flow = %(flow)s AND e.node = r.node OFFSET 0
     ) e

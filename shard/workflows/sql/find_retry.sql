@@ -1,4 +1,4 @@
--- Returns the workflow that retries another one.
+-- Returns the workflow that retries the given workflow.
 SELECT w.id::text
 FROM windrow.workflow w
 JOIN windrow.org o ON o.org_id = w.org_id

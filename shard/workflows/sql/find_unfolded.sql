@@ -1,12 +1,12 @@
--- Visits workflows that may have to be folded, and returns those that must be folded. These are workflows of this shard
--- with ends that no fold has processed, which is rare, and workflows with jobs that a fold could not release or cancel,
--- because they were locked or on another shard.
+-- Visits workflows that may have to be folded, and returns the workflows that must be folded. Some of these have ends
+-- that no fold has processed, which is rare. The others have jobs that a fold could not release or cancel, because the
+-- jobs were locked or on another shard.
 --
--- Visits up to `rows` workflows with ends, from the one after `after_org` and `after_workflow` on, and up to `rows`
--- workflows with nodes that wait to be released or cancelled, from the one after `after_flow` on. Steps from workflow
--- to workflow in the indexes, with one lookup for each workflow. Also returns the last workflows that it has visited
--- (those at the place `rows`), and the next sweep goes on after them. Otherwise many workflows that are paused, or that
--- move, would hide the others.
+-- Visits up to `rows` workflows with ends, beginning after the workflow `after_workflow` of the org `after_org`. Also
+-- visits up to `rows` workflows with nodes that wait to be released or cancelled, beginning after the workflow
+-- `after_flow`. Steps from workflow to workflow in the indexes, with one lookup for each workflow. Also returns the
+-- last workflows that it has visited, which have the place `rows`. The next sweep begins after them. Otherwise, if many
+-- workflows are paused or move, sweeps would never reach the other workflows.
 WITH RECURSIVE arrived AS (
     (
         SELECT 1 AS place, a.org_id, a.workflow

@@ -1,4 +1,4 @@
--- Returns a page of the nodes of a workflow, from the number `from_node` on. Each node comes with the names of its
+-- Returns a page of the nodes of a workflow, from the number `from_node` on. Returns each node with the names of its
 -- parents.
 SELECT
     n.node, n.name, n.job_id::text, n.state, n.callback, n.ended_at, e.after, e.policies, n.run_at,
@@ -14,7 +14,7 @@ CROSS JOIN LATERAL (
 ) n
 CROSS JOIN LATERAL (
     SELECT array_agg(p.name ORDER BY e.parent) AS after, array_agg(e.on_failed ORDER BY e.parent) AS policies
-    -- OFFSET 0 fences: find edges and parents by the node's number, never by scans of all edges.
+    -- OFFSET 0 makes Postgres find edges and parents by the node's number, never by scans of all edges.
     FROM (SELECT e.parent, e.on_failed FROM windrow.workflow_edge e WHERE e.flow = n.flow AND e.node = n.node OFFSET 0) e
     CROSS JOIN LATERAL (
         SELECT p.name FROM windrow.workflow_node p WHERE p.flow = n.flow AND p.node = e.parent OFFSET 0

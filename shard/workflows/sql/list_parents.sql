@@ -1,4 +1,4 @@
--- Returns a page of the nodes that a node waits for, or waited for, from the number `from_node` on.
+-- Returns a page of the nodes for which a node waits, or waited, from the number `from_node` on.
 SELECT p.node, p.name, p.job_id::text, p.state
 FROM windrow.org o
 JOIN windrow.workflow w ON w.org_id = o.org_id AND w.id = %(id)s::uuid

@@ -1,7 +1,8 @@
--- Stores a workflow with its nodes, edges and jobs, and with the nodes that it takes over from the workflow that it
--- retries. Does so only if the shard owns the org's slot, all queue ids are right, and the org has no workflow with
--- this id. If `flow` is not NULL, adds nodes to this workflow instead; the caller holds its lock. Returns the time,
--- whether the time of the workflow's id is acceptable, how many queues were admitted, and whether anything was stored.
+-- Stores a workflow with its nodes, edges and jobs. If the workflow is a retry, also stores the nodes that it takes
+-- over from the old workflow. Stores nothing if the shard does not own the org's slot, if a queue id is wrong, or if
+-- the org has a workflow with this id. If `flow` is not NULL, adds nodes to that workflow instead; then the caller must
+-- hold its lock. Returns the time, whether the time of the workflow's id is acceptable, how many queues were admitted,
+-- and whether anything was stored.
 WITH clock AS (
     -- See enqueue.sql.
     SELECT
@@ -81,7 +82,7 @@ WITH clock AS (
     )
     SELECT
         i.id, i.queue_id, coalesce(i.priority, 5), i.max_attempts, {{job_content(i)}}, due.at, due.at,
-        -- See 0030_signals.sql: a job that waits for a signal never runs.
+        -- A job that waits for a signal expires when it is due, so that it never runs (0030_signals.sql).
         CASE WHEN i.is_signal THEN nullif(due.at, 'infinity') ELSE i.expires_at END,
         %(id)s::uuid::text || '/' || i.node
     FROM incoming i
@@ -92,7 +93,7 @@ WITH clock AS (
                 ELSE 'infinity'
             END AS at
     ) due
-    -- Sorted by id, as in enqueue.sql.
+    -- The rows are sorted by id, as in enqueue.sql.
     ORDER BY i.id
     RETURNING queue_id
 ), counted AS (

@@ -1,8 +1,8 @@
--- Ends the live lease of a job, without counting the attempt, and blocks the job until its workflow releases it. The
--- node waits for the last of its parents that has not ended. If `is_doomed` is true, it waits for none: the next fold
--- cancels the job. Returns the queue of the job, how many nodes were changed (0 if the node has ended, because its job
--- was redriven), and the name of the node. No row: another session has locked the job, or the lease has ended. Never
--- waits: the caller holds the lock of the workflow.
+-- Ends the lease of a job, without counting the attempt, and blocks the job until its workflow releases it. The node
+-- waits for the last of its parents that has not ended. If `is_doomed` is true, the node waits for no parent, and the
+-- next fold cancels the job. Returns the queue of the job, the number of changed nodes, and the name of the node. The
+-- number is 0 if the node has ended, which happens if its job was redriven. No row: another session has locked the job,
+-- or the lease has ended. Never waits for a lock, because the caller holds the lock of the workflow.
 WITH held AS MATERIALIZED (
     SELECT j.ctid
     FROM windrow.job j
@@ -16,7 +16,7 @@ WITH held AS MATERIALIZED (
         waits_on = CASE
             WHEN NOT %(is_doomed)s THEN (
                 SELECT max(e.parent)
-                -- OFFSET 0 fences: find edges and parents by the node's number, never by scans of all edges.
+                -- OFFSET 0 makes Postgres find edges and parents by the node's number, never by scans of all edges.
                 FROM (SELECT e.parent FROM windrow.workflow_edge e WHERE e.flow = n.flow AND e.node = n.node OFFSET 0) e
                 CROSS JOIN LATERAL (
                     SELECT FROM windrow.workflow_node p
@@ -25,7 +25,7 @@ WITH held AS MATERIALIZED (
                 ) p
             )
         END,
-        -- The node's run_at and delay counted before its first release. They must not delay the job a second time.
+        -- The node's run_at and delay applied to its first release. They must not delay the job a second time.
         run_at = NULL, delay_us = NULL
     WHERE n.flow = %(flow)s AND n.node = %(node)s AND n.state = 'released'
     RETURNING n.node
@@ -37,7 +37,7 @@ SET
     ),
     attempt = j.attempt - 1, run_at = 'infinity', visible_at = 'infinity', group_slot = NULL,
     lease = NULL, leased_at = NULL, worker = NULL, log = NULL
--- No join here: see claim.sql.
+-- Do not use a join: see claim.sql.
 WHERE j.ctid = ANY (ARRAY(SELECT h.ctid FROM held h))
 RETURNING
     j.queue_id, (SELECT count(*) FROM node) AS changed,
