@@ -120,9 +120,17 @@ class ScheduleAdmin:
     ) -> Found:
         self._store.clock.check()
         # Refuse the call before the queue is created: a shard that does not own the org's slot must not get a queue of
-        # this org.
+        # this org, and a call that is refused must change nothing.
         await self._refuse_unowned(org, epoch)
-        await self._make_queue(org, template)
+
+        async def refuse(_: Micros) -> None:
+            if await self._database.run(statements.GET_SCHEDULE, {"org": org, "name": name}):
+                raise ScheduleExists(org, name)
+            for _, count, _ in await self._database.run(statements.FIND_ROOM, {"org": org, "epoch": epoch}):
+                if count >= SCHEDULES_MAX:
+                    raise TooManySchedules(org, schedules_max=SCHEDULES_MAX)
+
+        await self._make_queue(org, template, check=refuse)
         async with self._database.transaction() as connection:
             rows = await connection.run(statements.FIND_ROOM, {"org": org, "epoch": epoch})
             if not rows:
@@ -488,10 +496,12 @@ class ScheduleAdmin:
             raise UnknownSchedule(org, name)
         return _found(rows[0])
 
-    async def _make_queue(self, org: OrgId, template: Template) -> None:
-        """Makes the queue of the jobs, so that no firing has to make it."""
+    async def _make_queue(
+        self, org: OrgId, template: Template, *, check: Callable[[Micros], Awaitable[None]] | None = None
+    ) -> None:
+        """Makes the queue of the jobs, so that no firing has to make it. `check` is as in QueueIds.make."""
         queue = QueueName(str(template["queue"]))
-        if not await self._store.names.make([(org, queue)]):
+        if not await self._store.names.make([(org, queue)], check=check):
             raise TooManyQueues(self._database.name, org, [queue], queues_max=QUEUES_MAX)
 
     async def _refuse_unowned(self, org: OrgId, epoch: int) -> None:

@@ -87,6 +87,10 @@ class _QueuesChanged(Exception):
     """The ids of queues have changed since they were looked up: nothing was stored."""
 
 
+class _QueuesMissing(Exception):
+    """The new nodes can be stored, but some of their queues do not exist: nothing was stored."""
+
+
 class NodeAdder:
     """Adds nodes to the workflows of one shard. All methods may raise ShardUnavailable and TooManyWaiting; `add` may
     also raise NotOwned and ClockSetBack."""
@@ -118,13 +122,19 @@ class NodeAdder:
         waits. Raises LeaseEnded, UnknownWorkflow, WorkflowEnded, NodeEnded, NodeExists, NodeMayWaitForJob, UnknownNode,
         TooManyNodes, TooManyQueues."""
         org = nodes.jobs.org
+        # Queues are made only after a try has shown that the nodes can be stored: a call that is refused must change
+        # nothing.
+        make = False
         for _ in range(_TRIES_MAX):
-            ids = await self._calls.in_turn(org, partial(self._queues_for, nodes, epoch))
+            ids = await self._calls.in_turn(org, partial(self._queues_for, nodes, epoch, make=make))
             act = partial(self._add, nodes=nodes, ids=ids, adder=adder, epoch=epoch)
             try:
                 answer, freed_in = await self._calls.change(org, nodes.workflow, act, epoch=epoch)
             except _QueuesChanged:
                 self._store.names.forget()
+                continue
+            except _QueuesMissing:
+                make = True
                 continue
             if answer.stored:
                 freed_in |= set(ids.values())
@@ -133,16 +143,20 @@ class NodeAdder:
             return answer
         raise ShardUnavailable(self._database.name, "the ids of its queues keep changing")
 
-    async def _queues_for(self, nodes: NewNodes, epoch: int) -> dict[QueueName, QueueId]:
-        """Returns the ids of the nodes' queues, and makes the queues that do not exist. Before that, refuses nodes that
-        cannot be stored, because a shard that does not own the org's slot must not get a queue of this org."""
-        org = nodes.jobs.org
+    async def _queues_for(self, nodes: NewNodes, epoch: int, *, make: bool) -> dict[QueueName, QueueId]:
+        """Returns the ids of the nodes' queues that exist. With `make`, makes the other queues too. Before that,
+        refuses nodes that cannot be stored, because a shard that does not own the org's slot must not get a queue of
+        this org."""
+        org, queues = nodes.jobs.org, sorted(set(nodes.jobs.queues))
         await self._calls.refuse_unowned(org, epoch)
         if not await self._database.run(statements.GET_WORKFLOW, {"org": org, "id": nodes.workflow}):
             # The workflow may have moved away with its org meanwhile.
             await self._calls.refuse_unowned(org, epoch)
             raise UnknownWorkflow(org, nodes.workflow)
-        return await self._calls.queue_ids(org, sorted(set(nodes.jobs.queues)))
+        if make:
+            return await self._calls.queue_ids(org, queues)
+        found = await self._store.names.find([(org, queue) for queue in queues])
+        return {queue: number for (_, queue), number in found.items()}
 
     async def _add(
         self,
@@ -300,6 +314,8 @@ class NodeAdder:
         waits_on = {edge.node: edge.parent for edge in edges}
         waits_on |= {edge.node: edge.parent for edge in edges if edge.parent not in ended}
         jobs = nodes.jobs.only(new)
+        if not ids.keys() >= set(jobs.queues):
+            raise _QueuesMissing
         jobs.ids = [job_id_of(workflow, number) for number in numbers]
         growth = NewWorkflow(
             id=workflow,

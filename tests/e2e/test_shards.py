@@ -100,10 +100,10 @@ async def test_plan_and_rebalance_name_the_shards_that_are_left_out(field: Field
     assert done.err.startswith("shard 's2' is unavailable: connection failed: ")
     # Slots are to move there: the command names the shard, and waits for it.
     field.write(s1=BUT_A_PART, s2={})
-    command = start(field, "shards", "rebalance")
-    await command.says("nothing moves from or to shard 's2': shard 's2' is unavailable: connection failed: ")
-    command.process.send_signal(signal.SIGINT)
-    assert (await end(command)).code == 130
+    moving = start(field, "shards", "rebalance")
+    await moving.says("nothing moves from or to shard 's2': shard 's2' is unavailable: connection failed: ")
+    moving.process.send_signal(signal.SIGINT)
+    assert (await end(moving)).code == 130
 
 
 async def test_rebalance_shows_what_another_does_and_goes_on_where_that_ends(field: Field) -> None:

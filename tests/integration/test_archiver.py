@@ -19,7 +19,7 @@ import pytest
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.common.v1 import common_pb2
 
-from archiver import reporting, service
+from archiver import reporting, run, service
 from archiver.run import AnotherArchives, Pass
 from shard.admin import audit
 from shard.admin.queue_admin import QueueAdmin
@@ -169,7 +169,7 @@ async def test_a_shard_whose_pass_takes_long_does_not_delay_the_passes_of_others
     field: Field, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = field.write("[archiver]\nschedule = '1s'\n", s1={}, s2={})
-    real = service.pass_over
+    real = run.pass_over
     began, goes_on, others, again = 0, asyncio.Event(), asyncio.Event(), asyncio.Event()
     passes: list[ShardName] = []
 

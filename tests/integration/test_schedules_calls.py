@@ -143,6 +143,17 @@ def test_an_update_that_is_refused_does_not_make_the_queue_of_its_jobs(router: S
     assert [one.queue for one in listed] == ["mail"]
 
 
+def test_a_schedule_that_is_refused_does_not_make_the_queue_of_its_jobs(router: Stubs, org: OrgId) -> None:
+    create(router, org, cron())
+    job = job_pb2.JobTemplate(queue="other", kind="push")
+    request = pb.CreateScheduleRequest(org=org, name="daily", spec=cron(), job=job)
+    with pytest.raises(grpc.RpcError) as refused:
+        router.schedules.CreateSchedule(request, timeout=PATIENCE_S)
+    assert refused.value.code() == grpc.StatusCode.ALREADY_EXISTS
+    listed = router.admin.ListQueues(admin_pb2.ListQueuesRequest(org=org), timeout=PATIENCE_S).queues
+    assert [one.queue for one in listed] == ["mail"]
+
+
 def test_schedules_are_listed_a_page_at_a_time_by_name(router: Stubs, org: OrgId) -> None:
     for name in ("c", "a", "b"):
         create(router, org, cron(declared_by="worker" if name != "b" else ""), name)

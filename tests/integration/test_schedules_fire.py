@@ -817,7 +817,8 @@ async def test_an_org_may_have_so_many_schedules(shard: Shard, org: OrgId, monke
     spec = ScheduleSpec(timing=await shard.hourly())
     await shard.create(org, spec)
     with pytest.raises(TooManySchedules):
-        await shard.create(org, spec, ScheduleName("second"))
+        await shard.create(org, spec, ScheduleName("second"), queue="new")
+    assert await shard.store.names.find([(org, QueueName("new"))]) == {}
     # A repeated create is told that the schedule exists.
     with pytest.raises(ScheduleExists):
         await shard.create(org, spec)

@@ -9,13 +9,23 @@ import asyncio
 import psycopg
 import pytest
 
-from shard.errors import LeaseEnded, NodeExists, TooManyNodes, UnknownNode, WorkflowEnded
+from shard.errors import (
+    LeaseEnded,
+    NodeExists,
+    NodeMayWaitForJob,
+    ShardError,
+    TooManyNodes,
+    UnknownNode,
+    UnknownWorkflow,
+    WorkflowEnded,
+)
 from shard.queue.settle import Settlement
-from shard.workflow import EDGES_MAX, NODES_MAX, Callback
+from shard.vocabulary import Lease, QueueName
+from shard.workflow import EDGES_MAX, NODES_MAX, Callback, NewWorkflow
 from tests.effort import luck_of, trials
 from tests.jobs import lease_jobs
 from tests.timemachine import until_blocked
-from tests.workflows import CANCEL, IGNORE, RUN, Flows
+from tests.workflows import CANCEL, IGNORE, RUN, Flows, Graph, new_workflow
 
 CALLBACKS = {"won": Callback.SUCCESS, "lost": Callback.FAILURE, "over": Callback.END}
 luck = luck_of("added nodes")
@@ -230,6 +240,30 @@ async def test_an_ended_workflow_takes_no_nodes(flows: Flows) -> None:
     await flows.admin.begin_cancel(flows.org, cancelled.id, reason="", epoch=1)
     with pytest.raises(WorkflowEnded, match="has been cancelled"):
         await flows.add(cancelled, "b", {"x": []})
+
+
+async def test_an_addition_that_is_refused_makes_no_queue(flows: Flows) -> None:
+    flow = await flows.start({"a": [], "b": []}, callbacks={"over": Callback.END})
+    ended = await flows.start({"z": []})
+    await flows.claim()
+    lost = flows.leases["z"]
+    await flows.ack("z")
+    refused: list[tuple[type[ShardError], NewWorkflow, str | Lease, Graph]] = [
+        (UnknownNode, flow, "a", {"x": ["nobody"]}),
+        (UnknownNode, flow, "a", {"x": ["over"]}),
+        (NodeExists, flow, "a", {"x": [], "b": []}),
+        (LeaseEnded, ended, lost, {"x": []}),
+        (UnknownWorkflow, new_workflow(flows.org, {"a": []}), "a", {"x": []}),
+        (TooManyNodes, flow, "a", {f"x{at}": [] for at in range(NODES_MAX)}),
+    ]
+    for error, workflow, adder, graph in refused:
+        with pytest.raises(error):
+            await flows.add(workflow, adder, graph, queue="new")
+    with pytest.raises(NodeMayWaitForJob):
+        await flows.add(flow, "a", {"x": ["b"]}, queue="new", wait=CANCEL)
+    assert await flows.store.names.find([(flows.org, QueueName("new"))]) == {}
+    assert (await flows.add(flow, "a", {"x": [], "y": ["x"]}, queue="new")).stored == 2
+    assert await flows.claim(queue="new") == {"x"}
 
 
 async def test_a_workflow_has_room_for_so_many_nodes_in_total(flows: Flows) -> None:
