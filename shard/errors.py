@@ -60,10 +60,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 
-from shard.job_id import HORIZON_DAYS
 from shard.limits import Limit
 from shard.vocabulary import (
     CATALOG,
+    HORIZON_DAYS,
     RETENTIONS_MAX,
     STANDARD_RETENTIONS,
     JobId,

@@ -8,13 +8,10 @@ from __future__ import annotations
 import re
 from uuid import UUID
 
-from shard.vocabulary import HOUR_US, JobId
+from shard.vocabulary import HORIZON_DAYS, HOUR_US, JobId
 
 # How far the time in an id may be ahead of the shard's clock.
 _AHEAD_US_MAX = HOUR_US
-# How old the time in the id of a new job or workflow may be, and therefore how long a repeated enqueue is recognised by
-# its id.
-HORIZON_DAYS = 7
 HORIZON_US = HORIZON_DAYS * 24 * HOUR_US
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 

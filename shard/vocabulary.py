@@ -35,6 +35,9 @@ RETENTION_MAX = 3650
 # How many different retentions the queues and orgs of one shard may have. The number is bounded, because an enqueue
 # looks for its ids in each hot day of each retention.
 RETENTIONS_MAX = 32
+# How old the time in the id of a new job or workflow may be, and therefore how long a repeated enqueue is recognised by
+# its id.
+HORIZON_DAYS = 7
 # The retentions that every shard has.
 STANDARD_RETENTIONS = (0, 1, 7, 30, 90, 365, 2557)
 

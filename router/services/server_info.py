@@ -9,8 +9,8 @@ from importlib.metadata import version
 from google.protobuf.duration_pb2 import Duration
 
 from router.gate.admission import MESSAGE_BYTES_MAX
-from shard.job_id import HORIZON_DAYS
 from shard.queue.queue_ids import QUEUES_MAX
+from shard.vocabulary import HORIZON_DAYS
 from windrow.rules import Rule, SpanRule, limit, span_limit
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2, server_pb2
 

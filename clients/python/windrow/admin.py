@@ -31,7 +31,7 @@ from windrow.ids import uuid7
 from windrow.jobs import JobRecord, JobState, listed_ids, read_record, state_value
 from windrow.limits import Limit, LimitMeasure, measure_number, read_limit
 from windrow.new_jobs import RetryPolicy, read_retry, retry_message
-from windrow.payloads import duration, moment, timestamp
+from windrow.payloads import moment, named_duration, named_timestamp
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2
 
 # The contract's limit on the items of a page, and on the jobs of one restore call.
@@ -468,11 +468,8 @@ class AdminCalls:
             request.amount = amount
         except (TypeError, ValueError) as error:
             raise invalid_argument("amount", error) from error
-        try:
-            if per is not None:
-                request.interval.CopyFrom(duration(per))
-        except (TypeError, ValueError) as error:
-            raise invalid_argument("per", error) from error
+        if per is not None:
+            request.interval.CopyFrom(named_duration("per", per))
         response = await self._ask(lambda stub: stub.SetLimit, request, arguments={"interval": "per"})
         return read_limit(response.limit)
 
@@ -574,10 +571,7 @@ def state_number(name: str, state: JobState) -> job_pb2.JobState.ValueType:
 
 def set_time(field: Timestamp, name: str, time: datetime | None) -> None:
     if time is not None:
-        try:
-            field.CopyFrom(timestamp(time))
-        except (TypeError, ValueError) as error:
-            raise invalid_argument(name, error) from error
+        field.CopyFrom(named_timestamp(name, time))
 
 
 def _read_queue(message: admin_pb2.QueueInfo) -> QueueRecord:

@@ -16,7 +16,7 @@ from windrow.admin import AdminCalls, refuse_away, set_time, state_number
 from windrow.errors import InvalidRequest, Span, invalid_argument
 from windrow.job_rules import JOBS_MAX
 from windrow.jobs import Answer, JobRecord, JobState, answers, listed_ids
-from windrow.payloads import checked_text, duration, timestamp
+from windrow.payloads import checked_text, duration, named_timestamp
 from windrow.v1 import admin_pb2, queue_pb2
 
 _PAGE_MAX = 1000
@@ -67,11 +67,8 @@ class JobFilter:
             checked_text("attributes", key)
             checked_text(f"attributes[{key!r}]", value)
         for name in _TIMES:
-            try:
-                if getattr(self, name) is not None:
-                    timestamp(getattr(self, name))
-            except (TypeError, ValueError) as error:
-                raise invalid_argument(name, error) from error
+            if (given := getattr(self, name)) is not None:
+                named_timestamp(name, given)
 
     @property
     def is_empty(self) -> bool:

@@ -125,6 +125,14 @@ def duration(span: Span) -> Duration:
     return message
 
 
+def named_duration(name: str, span: Span) -> Duration:
+    """Returns an argument that is a span as a Duration. Raises InvalidRequest, which names the argument."""
+    try:
+        return duration(span)
+    except (TypeError, ValueError) as error:
+        raise invalid_argument(name, error) from error
+
+
 def _no_span(span: object) -> str:
     return f"{span!r} is neither a number of seconds nor a timedelta"
 
@@ -144,6 +152,14 @@ def timestamp(time: datetime) -> Timestamp:
     except OverflowError as error:
         raise ValueError(f"{time!r} is not in the years 1 to 9999 in UTC") from error
     return message
+
+
+def named_timestamp(name: str, time: datetime) -> Timestamp:
+    """Returns an argument that is a time as a Timestamp. Raises InvalidRequest, which names the argument."""
+    try:
+        return timestamp(time)
+    except (TypeError, ValueError) as error:
+        raise invalid_argument(name, error) from error
 
 
 def moment(message: Timestamp) -> datetime:

@@ -27,7 +27,7 @@ from windrow.errors import (
 from windrow.ids import uuid7
 from windrow.jobs import JobState, RunCause, read_run_cause, state_of
 from windrow.new_jobs import NewJob, new_message, read_new
-from windrow.payloads import checked_text, duration, moment, shown, timestamp
+from windrow.payloads import checked_text, moment, named_duration, named_timestamp, shown
 from windrow.v1 import job_pb2, schedules_pb2
 
 _PAGE_MAX = 1000
@@ -269,8 +269,8 @@ class ScheduleCalls:
         """Stores the runs of all instants from `begin` up to, but not including, `end`, at most 1,000. Leaves out
         instants that have a run. `end` must have passed. Raises NotFound, InvalidRequest."""
         request = schedules_pb2.BackfillScheduleRequest(org=self.org, name=name, overlap=_number("overlap", overlap))
-        for field, time in (("begin", begin), ("end", end)):
-            _set_time(request, field, time)
+        request.begin.CopyFrom(named_timestamp("begin", begin))
+        request.end.CopyFrom(named_timestamp("end", end))
         done = await self._ask_schedules(lambda stub: stub.BackfillSchedule, request)
         return Backfilled(stored=done.stored, buffered=done.buffered, skipped=done.skipped, known=done.known)
 
@@ -285,7 +285,7 @@ class ScheduleCalls:
         else:
             request.spec.CopyFrom(_spec(schedule))
         if after is not None:
-            _set_time(request, "after", after)
+            request.after.CopyFrom(named_timestamp("after", after))
         return list(map(moment, (await self._ask_schedules(lambda stub: stub.PreviewSchedule, request)).times))
 
     async def declare_schedules(
@@ -348,13 +348,6 @@ def _invalid(field: str, why: str) -> InvalidRequest:
     return InvalidRequest(f"{field}: {why}", [Violation(field, why)])
 
 
-def _set_time(message: Message, field: str, time: datetime) -> None:
-    try:
-        getattr(message, field).CopyFrom(timestamp(time))
-    except (TypeError, ValueError) as error:
-        raise invalid_argument(field, error) from error
-
-
 def _number(name: str, policy: Overlap) -> schedules_pb2.OverlapPolicy.ValueType:
     try:
         return _OVERLAP_NUMBERS[policy]
@@ -390,14 +383,11 @@ def _spec(schedule: Schedule) -> schedules_pb2.ScheduleSpec:
     for field, name in (("interval", "every"), ("jitter", "jitter"), ("catch_up_window", "catch_up_window")):
         span = getattr(schedule, name)
         if span is not None:
-            try:
-                getattr(message, field).CopyFrom(duration(span))
-            except (TypeError, ValueError) as error:
-                raise invalid_argument(name, error) from error
+            getattr(message, field).CopyFrom(named_duration(name, span))
     for name in ("at", "start", "end"):
         time = getattr(schedule, name)
         if time is not None:
-            _set_time(message, name, time)
+            getattr(message, name).CopyFrom(named_timestamp(name, time))
     return message
 
 

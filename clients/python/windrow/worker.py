@@ -510,18 +510,9 @@ class Worker:
             for held, fate in zip(batch, fates, strict=True):
                 self._settle(held, fate)
             await self._settlements.room()
-        except asyncio.CancelledError as error:
-            for held in batch:
-                self._on_cancelled(held, error)
-            raise
         except BaseException as error:
-            # This error ends the worker: no other handler may start.
-            self._ending = True
-            if not isinstance(error, KeyboardInterrupt):
-                raise
-            for held in batch:
-                self._on_cancelled(held, error)
-            raise _Interrupted from error
+            self._on_broken_off(batch, error)
+            raise
         finally:
             for held in batch:
                 # The batch refers to all its leases. Break the cycle, so that the garbage collector need not.
@@ -567,16 +558,9 @@ class Worker:
                         suspended = True
                         self._start_waiting_soon()
                         await self._settlements.room()
-                except asyncio.CancelledError as error:
-                    self._on_cancelled(held, error)
-                    raise
                 except BaseException as error:
-                    # This error ends the worker: no other handler may start.
-                    self._ending = True
-                    if not isinstance(error, KeyboardInterrupt):
-                        raise
-                    self._on_cancelled(held, error)
-                    raise _Interrupted from error
+                    self._on_broken_off((held,), error)
+                    raise
                 finally:
                     held.task = None
                     del self._running[held]
@@ -665,6 +649,18 @@ class Worker:
                 return
         if stored.set_running_or_notify_cancel():
             stored.set_result(None)
+
+    def _on_broken_off(self, broken_off: Sequence[HeldLease], error: BaseException) -> None:
+        """Handles jobs whose task was cancelled, or has got an error that ends the worker. Raises _Interrupted in place
+        of a KeyboardInterrupt."""
+        if not isinstance(error, asyncio.CancelledError):
+            # No other handler may start.
+            self._ending = True
+        if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
+            for held in broken_off:
+                self._on_cancelled(held, error)
+        if isinstance(error, KeyboardInterrupt):
+            raise _Interrupted from error
 
     def _on_cancelled(self, held: HeldLease, error: BaseException) -> None:
         """Handles a job whose task was cancelled, or whose handler was interrupted."""
