@@ -114,7 +114,8 @@ def archiver(
     once: Annotated[bool, typer.Option("--once", help="Run one pass over every shard now, then exit.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Runs the archiver, which moves finished jobs out of the hot tables and drops them after their retention.
+    """Runs the archiver, which moves finished jobs of past days out of the table that acks write to, and drops them
+    after their retention.
 
     If [archiver] export is set, it exports jobs before it drops them. Runs on the schedule of [archiver] in the cluster
     file, until SIGTERM or Ctrl-C; --json needs --once. Exit codes with --once: 1 if work is left to the next pass, 3 if

@@ -255,13 +255,13 @@ def _table(plan: Plan, samples: Sequence[Sample]) -> Table:
     return Table(
         title=f"Pickup p99 at {plan.jobs_per_s:,} jobs/s offered, ms",
         head=(
-            *("beside", "system", "taken in", f"{plan.before_s:g} s before", f"{plan.during_s:g} s during"),
+            *("beside", "system", "stored", f"{plan.before_s:g} s before", f"{plan.during_s:g} s during"),
             *("the last quarter of it", f"{plan.after_s:g} s after", "during ÷ before"),
             *("the median second, before → during", "jobs left"),
         ),
         rows=rows,
         note=f"Jobs are stored when they are due, {plan.batch} in a call, and wait from then on; never: so many were "
-        f"not taken within {_FINISH_S_MAX:g} s of the end. Taken in: the share of what was offered meanwhile that was "
+        f"not taken within {_FINISH_S_MAX:g} s of the end. Stored: the share of what was offered meanwhile that was "
         f"stored; calls more than {_LATE_S_MAX:g} s behind are left out. The median of the seconds' own p99s does not "
         "go by the worst moments, which on a shared machine may be others'.",
     )

@@ -24,11 +24,11 @@ _HELD_S_MAX = _HOUR_S
 TRANSACTIONS_NOTICED = 1_000
 _TRANSACTIONS_MAX = 100_000
 _WAL_KEPT_MAX = 10 * _GB
-# Autovacuum vacuums the hot table, windrow.job, at 20,000 dead rows. The limit is ten times that number.
+# Autovacuum vacuums windrow.job, the table of live jobs, at 20,000 dead rows. The limit is ten times that number.
 _DEAD_ROWS_MAX = 200_000
 _ROWS_NEVER_ANALYZED_MAX = 100_000
-# Limits for the unused bytes of the hot table or of one of its indexes: a number of bytes, and a share of all its
-# bytes. Both must be reached.
+# Limits for the unused bytes of windrow.job or of one of its indexes: a number of bytes, and a share of all its bytes.
+# Both must be reached.
 _UNUSED_NOTICED = 64 * _MB, 0.5
 _UNUSED_WARNED = 1 * _GB, 0.75
 # Postgres refuses writes some three million transactions before 2^31.
@@ -182,7 +182,7 @@ def judge_holders(holders: Sequence[Holder], *, held_s: float) -> Iterator[Findi
                 yield from _judge_slot(holder)
 
 
-_KEEPS_ROWS = "no row that was claimed or finished since then can be removed: the hot table and its indexes grow"
+_KEEPS_ROWS = "no row that was claimed or finished since then can be removed: windrow.job and its indexes grow"
 
 
 def _judge_process(holder: Holder, held_s: float) -> Iterator[Finding]:
@@ -323,7 +323,7 @@ def judge_tables(tables: Sequence[Table]) -> Iterator[Finding]:
 
 
 def judge_room(tables: Sequence[Table], indexes: Sequence[Index]) -> Iterator[Finding]:
-    """Estimates how much unused room the hot table and its indexes have. Also finds invalid indexes."""
+    """Estimates how much unused room windrow.job and its indexes have. Also finds invalid indexes."""
     hot = next((table for table in tables if table.name == "job"), None)
     for index in indexes:
         name = f"windrow.{index.name}"

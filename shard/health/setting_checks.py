@@ -63,21 +63,21 @@ _RULES = (
         "autovacuum_max_workers",
         _between(0, 1),
         Severity.WARNING,
-        "while the only worker vacuums a large table of finished jobs, the hot table is not vacuumed",
+        "while the only worker vacuums a large table of finished jobs, windrow.job is not vacuumed",
         "3",
     ),
     _Rule(
         "autovacuum_naptime",
         _between(_MINUTE_S + 1, _INFINITE),
         Severity.WARNING,
-        "autovacuum checks the hot table too seldom; its dead rows pile up in between",
+        "autovacuum checks windrow.job too seldom; its dead rows pile up in between",
         "5s",
     ),
     _Rule(
         "autovacuum_naptime",
         _between(16, _MINUTE_S),
         Severity.NOTICE,
-        "autovacuum checks the hot table seldom; at thousands of jobs a second its dead rows pile up in between",
+        "autovacuum checks windrow.job seldom; at thousands of jobs a second its dead rows pile up in between",
         "5s",
     ),
     _Rule(
@@ -98,7 +98,7 @@ _RULES = (
         "shared_buffers",
         _between(0, 128 * _MB),
         Severity.NOTICE,
-        "no more than Postgres' default of 128MB: the hot table, its indexes and those of the latest finished jobs "
+        "no more than Postgres' default of 128MB: windrow.job, its indexes and those of the latest finished jobs "
         "should fit (a quarter of the machine's memory is usual)",
         "1GB",
     ),

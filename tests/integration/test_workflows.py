@@ -571,7 +571,7 @@ async def test_acks_cancels_and_alterations_at_the_same_time_deadlock_never(two:
             "INSERT INTO windrow.workflow_arrival (org_id, workflow, node, how) "
             "SELECT w.org_id, w.id, 0, 'succeeded' FROM windrow.workflow w",
             0,
-            "its end was not taken in",
+            "its job has ended, and no fold has processed that",
         ),
         (
             "UPDATE windrow.workflow_node SET is_signal = true WHERE name = 'a'",

@@ -94,7 +94,7 @@ FROM (
     ) n
     WHERE w.open_node IS DISTINCT FROM n.last_open
     UNION ALL
-    SELECT o.org, a.workflow::text, a.node, 'its end was not taken in'
+    SELECT o.org, a.workflow::text, a.node, 'its job has ended, and no fold has processed that'
     FROM settled o
     JOIN windrow.workflow_arrival a ON a.org_id = o.org_id
     LEFT JOIN LATERAL (
