@@ -279,6 +279,10 @@ class Calls:
                 # These tasks end soon: their calls were just cancelled, or their scopes have just ended.
                 await asyncio.wait(self._tasks)
 
+    def refuse(self) -> None:
+        """Lets all later calls raise ClientClosed, and leaves the connections open. Thread-safe."""
+        self.channels.closed = True
+
     @property
     def closed(self) -> bool:
         return self.channels.closed
