@@ -58,6 +58,13 @@ async def test_a_token_that_cannot_be_sent_is_refused_without_being_shown(token:
         assert router.requests == []
 
 
+@pytest.mark.parametrize("token", ["two words", b"abc", 7])
+def test_a_token_that_is_neither_a_text_nor_a_function_is_refused_when_the_client_is_made(token: Any) -> None:
+    with pytest.raises(InvalidRequest, match="token: must be") as refused:
+        Client("127.0.0.1:9", org="acme", token=token)
+    assert str(token) not in str(refused.value)
+
+
 async def test_a_token_is_sent_with_every_call_and_never_shown(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1740,6 +1740,9 @@ def test_a_worker_names_an_argument_of_a_wrong_type() -> None:
     client = windrow.testing.RecordingClient(org="o1")
     with pytest.raises(InvalidRequest, match=r"^queues must be names of queues, not 7$"):
         Worker(client, ["q", cast("Any", 7)])
+    for name, number in (("concurrency", 3.0), ("concurrency", "3"), ("prefetch", 3.0)):
+        with pytest.raises(InvalidRequest, match=f"^{name} must be an int, not {number!r}$"):
+            Worker(client, "q", **cast("Any", {name: number}))
     for name in ("visibility_window", "grace"):
         options: dict[str, Any] = {name: "5s"}
         with pytest.raises(InvalidRequest, match=f"^{name}: '5s' is neither a number of seconds nor a timedelta$"):
@@ -1749,6 +1752,8 @@ def test_a_worker_names_an_argument_of_a_wrong_type() -> None:
         worker.handler("k", timeout=cast("Any", "5s"))
     with pytest.raises(InvalidRequest, match=r"^max_wait: '5s' is neither a number of seconds nor a timedelta$"):
         worker.batch_handler("k", max_jobs=5, max_wait=cast("Any", "5s"))
+    with pytest.raises(InvalidRequest, match=r"^max_jobs must be an int, not 2\.5$"):
+        worker.batch_handler("k", max_jobs=cast("Any", 2.5))
 
 
 def test_a_worker_needs_a_client_of_asyncio() -> None:

@@ -31,8 +31,9 @@ class Tokens:
     then asks the function again."""
 
     def __init__(self, token: Token) -> None:
-        self._ask = None if isinstance(token, str) else token
-        self._metadata = _metadata(token) if isinstance(token, str) else None
+        # Anything that is no function must be a text.
+        self._ask = token if callable(token) else None
+        self._metadata = None if callable(token) else _metadata(token)
         self._asking: asyncio.Lock | None = None
 
     @property
