@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
@@ -1584,6 +1585,35 @@ async def test_a_handler_that_ends_by_its_timeout_or_in_spite_of_it_says_itself_
         ("TimeoutError", "of the bank"),
         ("", "cleaned up"),
     ]
+
+
+async def test_a_handler_that_gets_no_thread_fails_and_does_not_run_later(
+    router: FakeRouter, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(client, "q")
+    begun: list[str] = []
+    go = threading.Event()
+
+    @worker.handler("work")
+    def work(job: Job) -> None:
+        begun.append(job.id)
+        go.wait(WAIT_S)
+
+    def refuse_thread(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    first = router.give()
+    async with running(worker):
+        await router.until(lambda: begun)
+        with monkeypatch.context() as no_threads:
+            no_threads.setattr(ThreadPoolExecutor, "_adjust_thread_count", refuse_thread)
+            router.give()
+            await router.until(router.nacks)
+        third = router.give()
+        go.set()
+        await router.until(lambda: len(router.acks()) == 2)
+    assert router.nacks()[0].failure.message == "can't start new thread"
+    assert begun == [first.id, third.id]
 
 
 async def test_so_many_threads_are_left_alone_and_then_each_keeps_its_place(
