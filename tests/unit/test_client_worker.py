@@ -1202,6 +1202,30 @@ async def test_a_thread_that_does_not_end_is_not_given_to_another_worker(
     ]
 
 
+async def test_a_job_whose_thread_ends_when_the_worker_stops_is_released(router: FakeRouter, client: Client) -> None:
+    worker = Worker(client, "q")
+    begun, go, ended = threading.Event(), threading.Event(), threading.Event()
+
+    @worker.handler("work")
+    def work(job: Job) -> None:
+        begun.set()
+        go.wait(WAIT_S)
+
+    job = router.give()
+    task = asyncio.create_task(worker.run())
+    await router.until(begun.is_set)
+    # The worker cancels the handler after its thread has ended, and before its task knows that.
+    (thread,) = worker._handlers.threads._running
+    thread.add_done_callback(lambda _: ended.set())
+    worker.stop()
+    worker.stop()
+    go.set()
+    ended.wait(WAIT_S)
+    async with asyncio.timeout(WAIT_S):
+        await task
+    assert router.settled("Release") == [job.id]
+
+
 async def test_a_job_whose_thread_has_only_just_begun_is_not_given_to_another_worker(
     router: FakeRouter, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

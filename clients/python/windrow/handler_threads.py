@@ -108,8 +108,8 @@ class HandlerThreads:
         try:
             result, error = await asyncio.wrap_future(thread)
         except asyncio.CancelledError:
-            if thread.cancel():
-                # The thread had not begun the handler, so no handler goes on alone.
+            if thread.cancel() or thread.done():
+                # The thread had not begun the handler, or has ended it just now, so no handler goes on alone.
                 _mark(helds, in_thread=False)
             elif process is None:
                 self._abandon(thread)
