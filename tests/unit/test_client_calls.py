@@ -697,6 +697,14 @@ async def test_one_job_in_place_of_a_list_of_jobs_is_refused() -> None:
         (lambda client: client.find_job("a\ud800", "key"), "queue"),
         (lambda client: client.find_job("emails", "a\ud800"), "dedup_key"),
         (lambda client: client.wait("a\ud800", timeout=1), "id"),
+        (lambda client: client.cancel_jobs(["a"], reason="a\ud800"), "reason"),
+        (lambda client: client.quarantine_kind("emails", "send", reason="a\ud800"), "reason"),
+        (lambda client: client.get_workflow("a\ud800"), "workflow_id"),
+        (lambda client: client.list_nodes("a\ud800"), "workflow_id"),
+        (lambda client: client.cancel_workflow("a", reason="a\ud800"), "reason"),
+        (lambda client: client.skip_node("a", "a\ud800"), "node"),
+        (lambda client: client.signal("a", "a\ud800"), "node"),
+        (lambda client: client.retry_workflow("a", new_id="a\ud800"), "new_id"),
         (lambda client: client.ack(Job(), result="a\ud800"), "result: a result"),
         (lambda client: client.extend(Job(), checkpoint="a\ud800"), "a checkpoint"),
         (lambda client: client.count_jobs(JobFilter(kind="a\ud800")), "kind"),
@@ -709,6 +717,23 @@ async def test_a_text_with_a_lone_surrogate_is_refused_with_its_argument_and_its
     client: Client, call: Callable[[Client], Any], name: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=rf"^{name}:? must not have lone surrogates.*, not 'a\\ud800'$"):
+        await call(client)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda client: client.wait(7, timeout=1), "id"),
+        (lambda client: client.cancel_jobs(["a"], reason=7), "reason"),
+        (lambda client: client.get_workflow(7), "workflow_id"),
+        (lambda client: client.signal("a", 7), "node"),
+        (lambda client: Worker(client, "emails", name=cast("Any", 7)), "name"),
+    ],
+)
+async def test_what_is_no_text_is_refused_with_its_argument(
+    client: Client, call: Callable[[Client], Any], name: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=rf"^{name}:? must be a str, not 7$"):
         await call(client)
 
 

@@ -253,6 +253,22 @@ async def test_closing_ends_those_that_wait_and_those_under_way(router: FakeRout
     assert not client._enqueues._by_org
 
 
+async def test_closing_ends_those_that_wait_until_a_limit_has_room(router: FakeRouter) -> None:
+    async def full(_: Any, context: Any) -> None:
+        await refuse(context, StatusCode.RESOURCE_EXHAUSTED, retry_after_s=2 * WAIT_S, reason=LIMIT_REACHED)
+
+    router.scripts["Enqueue"] = full
+    client = Client(router.address, org="acme", timeout=10 * WAIT_S)
+    calling = asyncio.create_task(client.enqueue("q", "k"))
+    await router.until(lambda: client._enqueues._by_org and client._enqueues._by_org["acme"]._paused)
+    async with asyncio.timeout(WAIT_S):
+        await client.close()
+        with pytest.raises(ClientClosed, match="meanwhile"):
+            await calling
+    assert not client.calls._tasks
+    assert not client._enqueues._by_org
+
+
 async def test_another_event_loop_is_told_so_at_once(router: FakeRouter, client: Client) -> None:
     await client.enqueue("q", "k")
     with pytest.raises(ClientClosed, match="another event loop"):

@@ -14,7 +14,18 @@ import pytest
 from grpc import StatusCode
 
 from tests.unit.client_fake import WAIT_S, FakeRouter, failing, fake_router
-from windrow import Answer, Client, ClientClosed, Enqueued, Job, NewJob, PermissionDenied, SyncClient, uuid7
+from windrow import (
+    Answer,
+    Client,
+    ClientClosed,
+    Enqueued,
+    Job,
+    NewJob,
+    PermissionDenied,
+    SyncClient,
+    sync_client,
+    uuid7,
+)
 from windrow.client import CallNext
 
 
@@ -139,6 +150,31 @@ async def test_a_call_that_pauses_before_its_next_try_ends_when_another_thread_c
         async with asyncio.timeout(WAIT_S / 2):
             await call
     assert "windrow-sync-client" not in {thread.name for thread in threading.enumerate()}
+
+
+async def test_a_close_that_middleware_holds_up_ends_without_an_error(
+    router: FakeRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync_client, "_CLOSE_S", 0.01)
+    begun, go = threading.Event(), threading.Event()
+
+    async def block(jobs: Sequence[NewJob], call_next: CallNext) -> list[Enqueued]:
+        begun.set()
+        go.wait(WAIT_S)
+        return await call_next(jobs)
+
+    client = SyncClient(router.address, org="acme", middleware=[block])
+    call = asyncio.create_task(asyncio.to_thread(client.enqueue, "q", "k"))
+    await asyncio.to_thread(begun.wait, WAIT_S)
+    thread = client._thread
+    await asyncio.to_thread(client.close)
+    go.set()
+    with pytest.raises(ClientClosed):
+        async with asyncio.timeout(WAIT_S):
+            await call
+    assert thread is not None
+    await asyncio.to_thread(thread.join, WAIT_S)
+    assert not thread.is_alive()
 
 
 async def test_every_thread_that_uses_a_client_while_it_is_closed_is_told_so(router: FakeRouter) -> None:

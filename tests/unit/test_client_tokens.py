@@ -14,7 +14,7 @@ from grpc import StatusCode
 
 import windrow
 from tests.unit.client_fake import WAIT_S, FakeRouter, fake_router, refuse
-from windrow import Client, InvalidRequest, PermissionDenied, Unauthenticated, Worker
+from windrow import Client, ClientClosed, InvalidRequest, PermissionDenied, Unauthenticated, Worker
 from windrow.tokens import TOKEN_VARIABLE
 
 SECRET = "wr_abcdefgh2345_" + "s" * 43
@@ -56,6 +56,13 @@ async def test_a_token_that_cannot_be_sent_is_refused_without_being_shown(token:
             await client.enqueue("mail", "greet")
         assert not isinstance(token, str) or not token.strip() or token not in str(refused.value)
         assert router.requests == []
+
+
+@pytest.mark.parametrize("token", ["two words", b"abc", 7])
+def test_a_token_that_is_neither_a_text_nor_a_function_is_refused_when_the_client_is_made(token: Any) -> None:
+    with pytest.raises(InvalidRequest, match="token: must be") as refused:
+        Client("127.0.0.1:9", org="acme", token=token)
+    assert str(token) not in str(refused.value)
 
 
 async def test_a_token_is_sent_with_every_call_and_never_shown(
@@ -193,6 +200,50 @@ async def test_a_function_that_does_not_return_ends_the_call_at_its_timeout(refu
         wanted = Unauthenticated if refused else windrow.DeadlineExceeded
         with pytest.raises(wanted, match=r"the function of the token did not return in 0\.\d s"):
             await asyncio.wait_for(client.enqueue_many([windrow.NewJob("mail", "greet")]), WAIT_S)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+async def test_closing_a_client_does_not_wait_for_the_function_of_its_token(shared: bool, refused: bool) -> None:
+    answers = deque(["old"] if refused else [])
+    hanging = asyncio.Event()
+
+    async def ask() -> str:
+        if answers:
+            return answers.popleft()
+        hanging.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with fake_router() as router:
+        accepting(router)
+        client = Client(router.address, org="acme", token=ask, timeout=10 * WAIT_S)
+        call = client.enqueue("mail", "greet") if shared else client.enqueue_many([windrow.NewJob("mail", "greet")])
+        calling = asyncio.create_task(call)
+        async with asyncio.timeout(WAIT_S):
+            await hanging.wait()
+            await client.close()
+            with pytest.raises(ClientClosed, match="meanwhile"):
+                await calling
+
+
+async def test_a_worker_ends_when_its_client_is_closed_while_the_function_of_its_token_hangs() -> None:
+    hanging = asyncio.Event()
+
+    async def ask() -> str:
+        hanging.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    client = Client("127.0.0.1:9", org="acme", token=ask, try_timeout=10 * WAIT_S)
+    worker = Worker(client, "mail")
+    worker.handler("greet")(print)
+    working = asyncio.create_task(worker.run())
+    async with asyncio.timeout(WAIT_S):
+        await hanging.wait()
+        await client.close()
+        with pytest.raises(ClientClosed, match="meanwhile"):
+            await working
 
 
 async def test_a_worker_says_that_the_function_of_its_token_does_not_return_and_asks_again(

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
@@ -1201,6 +1202,30 @@ async def test_a_thread_that_does_not_end_is_not_given_to_another_worker(
     ]
 
 
+async def test_a_job_whose_thread_ends_when_the_worker_stops_is_released(router: FakeRouter, client: Client) -> None:
+    worker = Worker(client, "q")
+    begun, go, ended = threading.Event(), threading.Event(), threading.Event()
+
+    @worker.handler("work")
+    def work(job: Job) -> None:
+        begun.set()
+        go.wait(WAIT_S)
+
+    job = router.give()
+    task = asyncio.create_task(worker.run())
+    await router.until(begun.is_set)
+    # The worker cancels the handler after its thread has ended, and before its task knows that.
+    (thread,) = worker._handlers.threads._running
+    thread.add_done_callback(lambda _: ended.set())
+    worker.stop()
+    worker.stop()
+    go.set()
+    ended.wait(WAIT_S)
+    async with asyncio.timeout(WAIT_S):
+        await task
+    assert router.settled("Release") == [job.id]
+
+
 async def test_a_job_whose_thread_has_only_just_begun_is_not_given_to_another_worker(
     router: FakeRouter, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1586,6 +1611,35 @@ async def test_a_handler_that_ends_by_its_timeout_or_in_spite_of_it_says_itself_
     ]
 
 
+async def test_a_handler_that_gets_no_thread_fails_and_does_not_run_later(
+    router: FakeRouter, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(client, "q")
+    begun: list[str] = []
+    go = threading.Event()
+
+    @worker.handler("work")
+    def work(job: Job) -> None:
+        begun.append(job.id)
+        go.wait(WAIT_S)
+
+    def refuse_thread(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    first = router.give()
+    async with running(worker):
+        await router.until(lambda: begun)
+        with monkeypatch.context() as no_threads:
+            no_threads.setattr(ThreadPoolExecutor, "_adjust_thread_count", refuse_thread)
+            router.give()
+            await router.until(router.nacks)
+        third = router.give()
+        go.set()
+        await router.until(lambda: len(router.acks()) == 2)
+    assert router.nacks()[0].failure.message == "can't start new thread"
+    assert begun == [first.id, third.id]
+
+
 async def test_so_many_threads_are_left_alone_and_then_each_keeps_its_place(
     router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1740,6 +1794,9 @@ def test_a_worker_names_an_argument_of_a_wrong_type() -> None:
     client = windrow.testing.RecordingClient(org="o1")
     with pytest.raises(InvalidRequest, match=r"^queues must be names of queues, not 7$"):
         Worker(client, ["q", cast("Any", 7)])
+    for name, number in (("concurrency", 3.0), ("concurrency", "3"), ("prefetch", 3.0)):
+        with pytest.raises(InvalidRequest, match=f"^{name} must be an int, not {number!r}$"):
+            Worker(client, "q", **cast("Any", {name: number}))
     for name in ("visibility_window", "grace"):
         options: dict[str, Any] = {name: "5s"}
         with pytest.raises(InvalidRequest, match=f"^{name}: '5s' is neither a number of seconds nor a timedelta$"):
@@ -1749,6 +1806,8 @@ def test_a_worker_names_an_argument_of_a_wrong_type() -> None:
         worker.handler("k", timeout=cast("Any", "5s"))
     with pytest.raises(InvalidRequest, match=r"^max_wait: '5s' is neither a number of seconds nor a timedelta$"):
         worker.batch_handler("k", max_jobs=5, max_wait=cast("Any", "5s"))
+    with pytest.raises(InvalidRequest, match=r"^max_jobs must be an int, not 2\.5$"):
+        worker.batch_handler("k", max_jobs=cast("Any", 2.5))
 
 
 def test_a_worker_needs_a_client_of_asyncio() -> None:

@@ -31,7 +31,7 @@ from windrow.ids import uuid7
 from windrow.jobs import JobRecord, JobState, listed_ids, read_record, state_value
 from windrow.limits import Limit, LimitMeasure, measure_number, read_limit
 from windrow.new_jobs import RetryPolicy, read_retry, retry_message
-from windrow.payloads import moment, named_duration, named_timestamp
+from windrow.payloads import checked_text, moment, named_duration, named_timestamp
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2
 
 # The contract's limit on the items of a page, and on the jobs of one restore call.
@@ -268,7 +268,12 @@ class AdminCalls:
 
     async def quarantine_kind(self, queue: str, kind: str, *, reason: str = "") -> None:
         """Sets the jobs of this kind aside, until release_kind. Raises NotFound."""
-        request = admin_pb2.QuarantineKindRequest(org=self.org, queue=queue, kind=kind, reason=reason)
+        request = admin_pb2.QuarantineKindRequest(
+            org=self.org,
+            queue=checked_text("queue", queue),
+            kind=checked_text("kind", kind),
+            reason=checked_text("reason", reason),
+        )
         await self._ask(lambda stub: stub.QuarantineKind, request)
 
     async def release_kind(self, queue: str, kind: str) -> bool:

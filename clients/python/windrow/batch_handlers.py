@@ -61,6 +61,9 @@ class BatchHandlers:
         """Returns a decorator that registers a function for jobs of these kinds: see Worker.batch_handler()."""
         refuse_no_kinds("batch_handler", kinds)
         wait_s, timeout_s = named_seconds("max_wait", max_wait), timeout_of(timeout)
+        number: object = max_jobs
+        if not isinstance(number, int):
+            raise InvalidRequest(f"max_jobs must be an int, not {number!r}")
         if not 1 <= max_jobs <= BATCH_JOBS_MAX:
             raise InvalidRequest(f"max_jobs must be 1 to {BATCH_JOBS_MAX:,}, not {max_jobs}")
         if not 0 <= wait_s <= _WAIT_S_MAX:

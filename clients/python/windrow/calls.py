@@ -11,8 +11,8 @@ import contextvars
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -150,8 +150,8 @@ class Calls:
         self.try_s = try_s
         self._tokens = tokens
         self._tasks: set[asyncio.Task[None]] = set()
-        # Set when the client is closed.
-        self._closing = asyncio.Event()
+        # What close() ends: waits for anything else than a router's answer.
+        self._scopes: set[asyncio.Timeout] = set()
         # A router has answered, or the log says already that none does.
         self._heard = False
         # A router has answered, so the address and the TLS settings are right.
@@ -188,7 +188,10 @@ class Calls:
         while True:
             spent_s = time.monotonic() - began if tries else 0.0
             if self._tokens is not None:
-                token = await self._tokens.metadata(within_s=budget_s - spent_s)
+                token = self._tokens.known
+                if not token:
+                    async with self._until_closed(verb):
+                        token = await self._tokens.metadata(within_s=budget_s - spent_s)
                 spent_s = time.monotonic() - began
             wait_left_s = max(0.0, wait_s - spent_s)
             if before_try is not None:
@@ -211,21 +214,23 @@ class Calls:
             if failure.code is StatusCode.UNAUTHENTICATED and not renewed:
                 try:
                     left_s = budget_s - (time.monotonic() - began)
-                    renewed = self._tokens is not None and await self._tokens.renew(token, within_s=left_s)
+                    async with self._until_closed(verb):
+                        renewed = self._tokens is not None and await self._tokens.renew(token, within_s=left_s)
+                except ClientClosed:
+                    raise
                 except Exception as error:
                     none = f"no other token: {type(error).__name__}: {error}"
                     spent_s = time.monotonic() - began
                     raise self._error(verb, failure, tries=tries, spent_s=spent_s, no_retry=none) from error
                 if renewed:
                     continue
-            if (
-                failure.code is StatusCode.UNAVAILABLE
-                and not failure.reason
-                and (why := await self.channels.tls_fault())
-            ):
-                failure = replace(failure, message=why)
-                if not self.answered:
-                    raise TlsFailed(f"{verb} at {self.address}: {why}") from cause
+            if failure.code is StatusCode.UNAVAILABLE and not failure.reason:
+                async with self._until_closed(verb):
+                    fault = await self.channels.tls_fault()
+                if fault is not None:
+                    failure = replace(failure, message=fault)
+                    if not self.answered:
+                        raise TlsFailed(f"{verb} at {self.address}: {fault}") from cause
             spent_s = time.monotonic() - began
             stops = FINAL if failure.reason in refusals else final
             pause = pause_s(failure, tries=tries, luck=random.random(), final=stops)
@@ -239,17 +244,44 @@ class Calls:
                 # timeout.
                 log.warning("no router answers at %s; trying again: %s", self.address, failure.message)
             self._heard = True
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._closing.wait()
-                    raise self._closed_meanwhile(verb)
+            await self.pause(pause, verb)
+
+    async def pause(self, pause_s: float, verb: str = "") -> None:
+        """Sleeps. Raises ClientClosed as soon as the client is closed."""
+        async with self._until_closed(verb):
+            await asyncio.sleep(pause_s)
+
+    @asynccontextmanager
+    async def _until_closed(self, verb: str) -> AsyncGenerator[None]:
+        """Ends what is awaited inside as soon as the client is closed, and raises ClientClosed."""
+        # Raise now if it is closed already.
+        self.loop()
+        # This scope never ends by itself: close() ends it.
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._scopes.add(scope)
+                yield
+        except TimeoutError:
+            if scope.expired():
+                raise self._closed_meanwhile(verb) from None
+            raise
+        finally:
+            self._scopes.discard(scope)
 
     async def close(self) -> None:
         """Closes the connections, which ends the calls under way. A second close does nothing."""
-        self._closing.set()
-        if await self.channels.close() and self._tasks:
-            # These tasks end soon: their calls were just cancelled, or the pauses between their tries were ended.
-            await asyncio.wait(self._tasks)
+        if await self.channels.close():
+            now = asyncio.get_running_loop().time()
+            while self._scopes:
+                self._scopes.pop().reschedule(now)
+            if self._tasks:
+                # These tasks end soon: their calls were just cancelled, or their scopes have just ended.
+                await asyncio.wait(self._tasks)
+
+    def refuse(self) -> None:
+        """Lets all later calls raise ClientClosed, and leaves the connections open. Thread-safe."""
+        self.channels.closed = True
 
     @property
     def closed(self) -> bool:
@@ -268,12 +300,18 @@ class Calls:
     async def token(self) -> Metadata:
         """Returns the metadata with the token for the next stream, if this client has one. Raises what the token
         function raises. Raises DeadlineExceeded if that function takes longer than a try may."""
-        return () if self._tokens is None else await self._tokens.metadata(within_s=self.try_s)
+        if self._tokens is None:
+            return ()
+        async with self._until_closed("Consume"):
+            return await self._tokens.metadata(within_s=self.try_s)
 
     async def renew_token(self, refused: Metadata) -> bool:
         """Returns whether there is another token than the refused one. If so, the stream may be opened again. Raises
         what token() raises."""
-        return self._tokens is not None and await self._tokens.renew(refused, within_s=self.try_s)
+        if self._tokens is None:
+            return False
+        async with self._until_closed("Consume"):
+            return await self._tokens.renew(refused, within_s=self.try_s)
 
     def refusals(self) -> Refusals:
         """Returns a new count of refused tokens, for a caller that tries for ever."""
@@ -296,7 +334,8 @@ class Calls:
         return (Unavailable if self.answered else TlsFailed)(f"Consume at {self.address}: {why}")
 
     def _closed_meanwhile(self, verb: str) -> ClientClosed:
-        return ClientClosed(f"{verb} at {self.address}: the client was closed meanwhile")
+        where = f"{verb} at {self.address}" if verb else self.address
+        return ClientClosed(f"{where}: the client was closed meanwhile")
 
     def _error(
         self, verb: str, failure: CallFailure, *, tries: int, spent_s: float, no_retry: str = ""

@@ -157,12 +157,18 @@ class Coalescer(Generic[_Item, _Answer]):
             pause_s = error.retry_after * random.uniform(1.0, 1.5)
             if loop.time() + pause_s < request.deadline:
                 self._paused += 1
-                loop.call_later(pause_s, self._resume, request)
+                self._calls.spawn(self._send_later(request, pause_s), request.context)
                 return
         _fail(request, error)
 
-    def _resume(self, request: _Request[_Item, _Answer]) -> None:
-        self._paused -= 1
+    async def _send_later(self, request: _Request[_Item, _Answer], pause_s: float) -> None:
+        try:
+            await self._calls.pause(pause_s)
+        except WindrowError as error:
+            _fail(request, error)
+        finally:
+            self._paused -= 1
+        # If the request has failed, the next call leaves it out.
         self._waiting.append(request)
         self._start()
 

@@ -84,17 +84,32 @@ class HandlerThreads:
                 # one without its traceback, and it refuses StopIteration (PEP 479).
                 return None, error
 
+        # Not the pool's own future: submit() returns none if it fails.
+        thread: Future[tuple[_Result | None, BaseException | None]] = Future()
+
+        def begin() -> None:
+            if thread.set_running_or_notify_cancel():
+                thread.set_result(run())
+
         # Mark the jobs before the thread begins: they must not be released from then on.
         _mark(helds, in_thread=process is None)
-        thread = self._threads.submit(run)
+        try:
+            self._threads.submit(begin)
+        except RuntimeError:
+            # No thread can be started now, for example at the limit of the process. The pool keeps the handler for the
+            # next thread that becomes free, but the attempt fails now: let no thread begin it.
+            if thread.cancel():
+                _mark(helds, in_thread=False)
+                raise
+            # A thread has become free and has begun it.
         if process is None:
             self._running.add(thread)
             thread.add_done_callback(self._running.discard)
         try:
             result, error = await asyncio.wrap_future(thread)
         except asyncio.CancelledError:
-            if thread.cancel():
-                # The thread had not begun the handler, so no handler goes on alone.
+            if thread.cancel() or thread.done():
+                # The thread had not begun the handler, or has ended it just now, so no handler goes on alone.
                 _mark(helds, in_thread=False)
             elif process is None:
                 self._abandon(thread)

@@ -142,6 +142,7 @@ class JobChanges(AdminCalls):
 
     async def cancel_jobs(self, ids: Iterable[str], *, reason: str = "") -> list[Answer]:
         """Cancels jobs that have not finished, and ends their leases. Returns STALE for a job that had succeeded."""
+        checked_text("reason", reason)
 
         async def send(part: Sequence[str]) -> Sequence[int]:
             request = queue_pb2.CancelJobsRequest(org=self.org, ids=part, reason=reason)

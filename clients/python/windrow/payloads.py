@@ -66,7 +66,8 @@ def shown(value: object) -> str:
 
 
 def checked_text(name: str, text: str) -> str:
-    """Returns an argument that is a str. Raises InvalidRequest, which names the argument, if it is no Unicode text."""
+    """Returns an argument that must be a str. Raises InvalidRequest, which names the argument, if it is another type or
+    no Unicode text."""
     given: object = text
     if not isinstance(given, str):
         raise invalid_argument(name, f"must be a str, not {shown(given)}")

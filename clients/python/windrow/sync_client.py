@@ -118,7 +118,11 @@ class SyncClient:
         if runner is None or thread is None:
             return
         loop = runner.get_loop()
-        asyncio.run_coroutine_threadsafe(self._client.close(), loop).result(_CLOSE_S)
+        try:
+            asyncio.run_coroutine_threadsafe(self._client.close(), loop).result(_CLOSE_S)
+        except TimeoutError:
+            # Middleware blocks the thread. Raise nothing, and let the thread end as soon as it can.
+            self._client.calls.refuse()
         loop.call_soon_threadsafe(loop.stop)
         thread.join(_CLOSE_S)
 

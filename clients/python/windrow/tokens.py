@@ -31,8 +31,9 @@ class Tokens:
     then asks the function again."""
 
     def __init__(self, token: Token) -> None:
-        self._ask = None if isinstance(token, str) else token
-        self._metadata = _metadata(token) if isinstance(token, str) else None
+        # Anything that is no function must be a text.
+        self._ask = token if callable(token) else None
+        self._metadata = None if callable(token) else _metadata(token)
         self._asking: asyncio.Lock | None = None
 
     @property
@@ -40,10 +41,15 @@ class Tokens:
         """Whether a function returns the tokens."""
         return self._ask is not None
 
+    @property
+    def known(self) -> Metadata:
+        """The metadata of a call, or nothing if the function has not been asked yet."""
+        return self._metadata or ()
+
     async def metadata(self, *, within_s: float) -> Metadata:
         """Returns the metadata of a call. Raises what the function raises. Raises DeadlineExceeded if the function does
         not return in time."""
-        return self._metadata or await self._asked(None, within_s)
+        return self.known or await self._asked(None, within_s)
 
     async def renew(self, refused: Metadata, *, within_s: float) -> bool:
         """Returns whether there is another token than the refused one. Raises what `metadata` raises."""

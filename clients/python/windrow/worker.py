@@ -154,10 +154,10 @@ class Worker:
         self.client = client
         self._orgs = orgs
         self.queues = (queues,) if isinstance(queues, str) else tuple(queues)
-        self.concurrency = concurrency
+        self.concurrency = _checked_count("concurrency", concurrency, 1, CONCURRENCY_MAX)
         if prefetch is None:
             prefetch = max(5 * concurrency, _PREFETCH_MIN) if orgs is None else 0
-        self.prefetch = prefetch
+        self.prefetch = _checked_count("prefetch", prefetch, 0, PREFETCH_MAX)
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         self._window_s = named_seconds("visibility_window", visibility_window)
         self._grace_s = named_seconds("grace", grace)
@@ -745,12 +745,16 @@ class Worker:
                 raise InvalidRequest(f"queues must be names of queues, not {queue!r}")
             checked_text("queues", queue)
         checked_text("name", self.name)
-        if not 1 <= self.concurrency <= CONCURRENCY_MAX:
-            raise InvalidRequest(f"concurrency must be 1 to {CONCURRENCY_MAX:,}, not {self.concurrency}")
-        if not 0 <= self.prefetch <= PREFETCH_MAX:
-            raise InvalidRequest(f"prefetch must be 0 to {PREFETCH_MAX:,}, not {self.prefetch}")
         if not 0.1 <= self._window_s <= 43200:
             raise InvalidRequest(f"visibility_window must be 100 ms to 12 h, not {self._window_s} s")
+
+
+def _checked_count(name: str, count: object, least: int, most: int) -> int:
+    if not isinstance(count, int):
+        raise InvalidRequest(f"{name} must be an int, not {count!r}")
+    if not least <= count <= most:
+        raise InvalidRequest(f"{name} must be {least} to {most:,}, not {count}")
+    return count
 
 
 def _calls_of(client: Client, lease: bytes, reporter: Reporter, of: WorkflowNode) -> tuple[Client, Job]:

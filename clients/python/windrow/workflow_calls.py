@@ -13,7 +13,7 @@ from windrow.errors import invalid_argument
 from windrow.ids import uuid7
 from windrow.jobs import Job, JobRecord, WorkflowNode
 from windrow.outcomes import Waiting
-from windrow.payloads import Payload, encode
+from windrow.payloads import Payload, checked_text, encode
 from windrow.v1 import workflows_pb2
 from windrow.workflows import (
     Added,
@@ -117,7 +117,7 @@ class WorkflowCalls:
 
     async def get_workflow(self, workflow_id: str) -> tuple[WorkflowRecord, dict[NodeState, int]]:
         """Returns a workflow, and how many of its nodes are in each state. Raises NotFound."""
-        request = workflows_pb2.GetWorkflowRequest(org=self.org, id=workflow_id)
+        request = workflows_pb2.GetWorkflowRequest(org=self.org, id=checked_text("workflow_id", workflow_id))
         response = await self._ask_workflows(lambda stub: stub.GetWorkflow, request)
         known = [state for state in NodeState if state is not NodeState.UNKNOWN]
         counts: dict[NodeState, int] = {state: getattr(response.counts, state.value) for state in known}
@@ -130,7 +130,7 @@ class WorkflowCalls:
         token = ""
         while True:
             request = workflows_pb2.ListNodesRequest(
-                org=self.org, id=workflow_id, page_size=_PAGE_MAX, page_token=token
+                org=self.org, id=checked_text("workflow_id", workflow_id), page_size=_PAGE_MAX, page_token=token
             )
             response = await self._ask_workflows(lambda stub: stub.ListNodes, request)
             nodes += map(read_node, response.nodes)
@@ -159,23 +159,27 @@ class WorkflowCalls:
     async def cancel_workflow(self, workflow_id: str, *, reason: str = "") -> WorkflowRecord:
         """Cancels all jobs of a workflow that have not ended. Running handlers lose their leases, as with cancel_jobs.
         Raises NotFound."""
-        request = workflows_pb2.CancelWorkflowRequest(org=self.org, id=workflow_id, reason=reason)
+        request = workflows_pb2.CancelWorkflowRequest(
+            org=self.org, id=checked_text("workflow_id", workflow_id), reason=checked_text("reason", reason)
+        )
         return read_workflow((await self._ask_workflows(lambda stub: stub.CancelWorkflow, request)).workflow)
 
     async def pause_workflow(self, workflow_id: str) -> WorkflowRecord:
         """Releases no more jobs of a workflow until resume_workflow. Raises NotFound."""
-        request = workflows_pb2.PauseWorkflowRequest(org=self.org, id=workflow_id)
+        request = workflows_pb2.PauseWorkflowRequest(org=self.org, id=checked_text("workflow_id", workflow_id))
         return read_workflow((await self._ask_workflows(lambda stub: stub.PauseWorkflow, request)).workflow)
 
     async def resume_workflow(self, workflow_id: str) -> WorkflowRecord:
         """Ends the pause of a workflow. Raises NotFound."""
-        request = workflows_pb2.ResumeWorkflowRequest(org=self.org, id=workflow_id)
+        request = workflows_pb2.ResumeWorkflowRequest(org=self.org, id=checked_text("workflow_id", workflow_id))
         return read_workflow((await self._ask_workflows(lambda stub: stub.ResumeWorkflow, request)).workflow)
 
     async def skip_node(self, workflow_id: str, node: str) -> WorkflowRecord:
         """Ends a node as if it had succeeded, and cancels its job. Does nothing if it was skipped before. Raises
         NotFound. Raises FailedPrecondition if the node has ended otherwise."""
-        request = workflows_pb2.SkipNodeRequest(org=self.org, id=workflow_id, node=node)
+        request = workflows_pb2.SkipNodeRequest(
+            org=self.org, id=checked_text("workflow_id", workflow_id), node=checked_text("node", node)
+        )
         return read_workflow((await self._ask_workflows(lambda stub: stub.SkipNode, request)).workflow)
 
     async def signal(self, workflow_id: str, node: str, payload: Payload = b"") -> bool:
@@ -189,7 +193,9 @@ class WorkflowCalls:
             content = encode(payload)
         except (TypeError, ValueError) as error:
             raise invalid_argument("payload", str(error)) from error
-        request = workflows_pb2.SignalNodeRequest(org=self.org, id=workflow_id, node=node, payload=content)
+        request = workflows_pb2.SignalNodeRequest(
+            org=self.org, id=checked_text("workflow_id", workflow_id), node=checked_text("node", node), payload=content
+        )
         return (await self._ask_workflows(lambda stub: stub.SignalNode, request)).accepted
 
     async def retry_workflow(self, workflow_id: str, *, new_id: str = "") -> WorkflowRecord:
@@ -199,7 +205,9 @@ class WorkflowCalls:
         `new_id`: the id of the new workflow, a UUIDv7, so that the call may be repeated; default: a new one. Raises
         NotFound. Raises FailedPrecondition if the workflow runs, has succeeded or was retried already, if a job that is
         to run again is live or was deleted, or if the jobs that are to run again have more than 16 MiB together."""
-        request = workflows_pb2.RetryWorkflowRequest(org=self.org, id=workflow_id, new_id=new_id or uuid7())
+        request = workflows_pb2.RetryWorkflowRequest(
+            org=self.org, id=checked_text("workflow_id", workflow_id), new_id=checked_text("new_id", new_id) or uuid7()
+        )
         return read_workflow((await self._ask_workflows(lambda stub: stub.RetryWorkflow, request)).workflow)
 
     async def parents(self, job: Job | JobRecord | WorkflowNode) -> list[Parent]:
