@@ -49,8 +49,8 @@ class Aged:
 
 
 class InUse(Exception):
-    """Other sessions use the partition all the time, or other objects depend on it. The message names the partition and
-    the sessions or objects."""
+    """Other sessions use the partition all the time, another archiver has changed it, or other objects depend on it.
+    The message names the partition and the sessions or objects."""
 
 
 class NotExported(Exception):
@@ -304,6 +304,8 @@ async def _transaction(database: Database, name: str, *, dropping: bool = False)
         except psycopg.errors.LockNotAvailable as error:
             # One partition that is locked must not end the whole pass.
             raise InUse(f"{name} is in use: another session has locked a table that this step changes") from error
+        except (psycopg.errors.UndefinedTable, psycopg.errors.DuplicateTable) as error:
+            raise InUse(f"{name} was changed by another archiver meanwhile") from error
         except psycopg.errors.DependentObjectsStillExist as error:
             detail = " ".join((error.diag.message_detail or str(error)).split())
             raise InUse(f"{name} cannot be dropped; drop first what depends on it: {detail}") from error

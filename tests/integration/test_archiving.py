@@ -267,6 +267,9 @@ async def test_two_archivers_at_one_day_turn_it_cold_once(
     day, *_ = await days_over(fresh_database)
     outcomes = await asyncio.gather(*(turn_cold(fresh_database, day) for _ in range(2)), return_exceptions=True)
     assert [outcome.jobs for outcome in outcomes if isinstance(outcome, Aged)] == [5]
+    # The other one says so, and its pass goes on.
+    with pytest.raises(InUse, match=f"{day.name} was changed by another archiver meanwhile"):
+        await turn_cold(fresh_database, day)
     found = await books_of(fresh_books, org)
     assert (found.archived, found.balanced) == (5, True)
 

@@ -336,6 +336,30 @@ async def test_nothing_of_an_org_under_legal_hold_is_dropped_and_what_others_had
     assert await database.run(b"SELECT FROM windrow.archived", {}) == []
 
 
+async def test_what_a_hold_has_kept_stays_after_it_if_its_queue_keeps_it_for_longer_by_then(
+    field: Field, org: OrgId
+) -> None:
+    database = field.databases[A]
+    await finish_some(database, org)
+    await finish_some(database, org, 1, queue="another")
+    await age_finished(database, org, days=40)
+    await hold(field, org)
+    await pass_once(field)
+    assert await retentions(database, org) == [("cold", -1)] * 3
+    await database.run(
+        b"UPDATE windrow.queue SET retention = 7 WHERE org = %(org)s AND queue = 'another'", {"org": org}
+    )
+    await orgs.keep(field.cluster, org, days=365)
+    assert await orgs.apply_to_past(field.cluster, org, say=print) == 2
+    assert await orgs.apply_to_past(field.cluster, org, say=print) == 0
+    assert await retentions(database, org) == [("cold", -1), *[("cold", 365)] * 2]
+    await assert_balanced(database)
+    await release(field, org)
+    assert (await pass_once(field)).released_jobs_dropped == 1
+    assert await retentions(database, org) == [("cold", 365)] * 2
+    await assert_balanced(database)
+
+
 async def test_a_hold_that_is_put_at_the_last_moment_before_a_day_is_dropped_holds(
     field: Field, org: OrgId, monkeypatch: pytest.MonkeyPatch
 ) -> None:

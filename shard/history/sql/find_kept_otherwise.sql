@@ -1,7 +1,8 @@
 -- Returns days, each as its retention and its date. A day is returned if it has jobs of one of these queues, and its
 -- retention is not the retention that was given for that queue. If `kind` is finished, the statement scans the jobs. If
--- it is cold, the statement reads the books, which do not tell queues apart. Leaves out jobs that are kept for a legal
--- hold.
+-- it is cold, the statement reads the books, which do not tell queues apart. A day of jobs that are kept for a legal
+-- hold (retention -1) is returned only if the retention of one of these queues is not over for that day: see
+-- keep_cold.sql.
 WITH kept AS MATERIALIZED (
     SELECT q.queue_id, q.org_id, n.days
     FROM unnest(%(queues)s::text[], %(days)s::smallint[]) AS n (queue, days)
@@ -15,5 +16,10 @@ UNION
 SELECT a.retention, to_char(a.day, 'YYYY-MM-DD')
 FROM windrow.archived a
 WHERE %(kind)s::text = 'cold' AND a.org_id = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
-    AND a.retention <> -1 AND a.jobs > 0 AND EXISTS (SELECT FROM kept WHERE kept.days <> a.retention)
+    AND a.jobs > 0
+    AND EXISTS (
+        SELECT FROM kept
+        WHERE kept.days <> a.retention
+            AND (a.retention <> -1 OR a.day + kept.days > (now() AT TIME ZONE 'UTC')::date)
+    )
 ORDER BY 2, 1

@@ -1,11 +1,13 @@
 -- Changes the retention of one cold day's jobs of these queues of an org, in the table and in the books of cold days.
--- Returns how many jobs had another retention.
+-- Returns how many jobs had another retention. Jobs that are kept for a legal hold (retention -1) get a retention only if
+-- it is not over. Otherwise they would be dropped at the end of the hold, although their queue keeps them for longer.
 WITH moved AS (
     UPDATE windrow.cold c SET retention = n.days
     FROM unnest(%(queues)s::text[], %(days)s::smallint[]) AS n (queue, days)
     JOIN windrow.queue q ON q.org = %(org)s AND q.queue = n.queue
     WHERE c.queue_id = q.queue_id AND {{org_of(c)}} = q.org_id
         AND c.retention = %(retention)s AND n.days <> %(retention)s
+        AND (%(retention)s <> -1 OR %(day)s::date + n.days::integer > (now() AT TIME ZONE 'UTC')::date)
         AND c.finished_at >= %(day)s::date::timestamp AT TIME ZONE 'UTC'
         AND c.finished_at < (%(day)s::date + 1)::timestamp AT TIME ZONE 'UTC'
     RETURNING q.org_id, n.days
