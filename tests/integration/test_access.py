@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from router.codec.lease_verbs import VERBS
 from router.gate.auth.scopes import Scope
 from tests.access import (
     ALL,
@@ -123,10 +124,10 @@ NAMING: dict[str, Callable[[Target], Message]] = {
     **{
         name: REQUESTS[f"windrow.v1.{name}"]
         for name in (
-            *("Queue/Ack", "Queue/Nack", "Queue/Extend", "Queue/Release", "Queue/Snooze", "Queue/GetJobs"),
-            *("Queue/FindJob", "Queue/CancelJobs", "Queue/AlterJobs", "Queue/RedriveJobs", "Queue/WaitJob"),
+            *(f"Queue/{verb.method}" for verb in VERBS),
+            *("Queue/GetJobs", "Queue/FindJob", "Queue/CancelJobs", "Queue/AlterJobs", "Queue/RedriveJobs"),
             *("Admin/GetQueue", "Admin/UpdateQueue", "Admin/DeleteQueue", "Admin/PauseQueue", "Admin/PurgeQueue"),
-            *("Admin/QuarantineKind", "Admin/ReleaseKind"),
+            *("Queue/WaitJob", "Admin/QuarantineKind", "Admin/ReleaseKind"),
             *("Admin/ResumeQueue", "Admin/RedriveQueue", "Admin/ListJobs", "Admin/RestoreJobs", "Admin/GetStats"),
             *("Admin/ExplainJob", "Admin/ExplainQueue", "Schedules/GetSchedule", "Schedules/UpdateSchedule"),
             *("Schedules/DeleteSchedule", "Schedules/PauseSchedule", "Schedules/ResumeSchedule"),
