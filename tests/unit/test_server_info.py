@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,13 @@ def test_limits_are_those_that_the_comments_of_the_contract_tell() -> None:
     assert f"an org may have {LIMITS.max_queues_per_org:,} queues on a shard" in job
     assert f"1 to {LIMITS.max_jobs_per_change:,}; 0 or absent: 1,000." in admin
     assert f"1 to {LIMITS.max_page_size:,}; 0 or absent: 100." in admin
+
+
+def test_timestamps_have_the_bounds_that_the_comments_of_the_contract_tell() -> None:
+    contract = re.sub(r"\n *// ", " ", "".join(path.read_text() for path in sorted(PROTO.glob("*.proto"))))
+    told = re.findall(r"At most ([\d,]+) days ahead", contract)
+    assert Counter(told) == Counter(f"{days:,}" for days in validate._DAYS_AHEAD_MAX.values())
+    assert LIMITS.max_delay.seconds == min(validate._DAYS_AHEAD_MAX.values()) * 86_400
 
 
 @pytest.mark.parametrize("request_type", [*LEASES, queue_pb2.ConsumeRequest])
