@@ -38,9 +38,9 @@ _Response = TypeVar("_Response")
 # The contract's limit on the items of a page.
 _PAGE_MAX = 1000
 _DETAILS = "grpc-status-details-bin"
-# _WITHIN: the fields that hold submessages. The names of options leave these out. _TYPED: fields, or paths of fields,
-# whose option or argument has another name.
-_WITHIN = ("jobs", "template", "dedup", "acks", "nacks", "extends", "snoozes", "failure", "config", "spec", "job")
+# _WITHIN: the fields that hold one submessage. The names of options leave these out, and lists of submessages.
+# _TYPED: fields, or paths of fields, whose option or argument has another name.
+_WITHIN = ("template", "dedup", "failure", "config", "spec", "job")
 _TYPED = {
     "org": "ORG",
     "queue": "QUEUE",
@@ -322,7 +322,8 @@ def as_typed(field: str) -> str:
     """Returns the command's argument or option for a field of the request. For example, returns --retry for
     jobs[0].template.retry.exponential.max_delay."""
     parts = [part.partition("[") for part in field.split(".")]
-    name, _, index = next((part for part in parts if part[0] not in _WITHIN), parts[-1])
+    outer = (part for part in parts[:-1] if part[0] not in _WITHIN and not part[2][:1].isdigit())
+    name, _, index = next(outer, parts[-1])
     if name in ("lease", "leases"):
         # Violations do not quote leases, which are bytes: name the lease by its position.
         _, _, index = parts[0]

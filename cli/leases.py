@@ -1,4 +1,4 @@
-"""Commands on leases: dequeue, ack, nack, extend, release, snooze."""
+"""Commands on leases."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from cli.calls import Router
     from windrow.v1 import job_pb2, queue_pb2
 
+# The functions below that are commands, in the order of `windrow --help`.
+COMMANDS = ("dequeue", "ack", "nack", "extend", "release", "snooze")
 _BATCH = 1000
 # The longest that one call may wait (queue.proto).
 _WAIT_S_MAX = 60.0

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cli import output, profiles, token
+from cli import leases, output, profiles, token
 from cli.exits import EPILOG, CommandFailed
 from cli.layout import App, Commands
 
@@ -33,12 +33,7 @@ _START = {
 }
 _WORK = {
     "enqueue": "cli.enqueue:enqueue",
-    "dequeue": "cli.leases:dequeue",
-    "ack": "cli.leases:ack",
-    "nack": "cli.leases:nack",
-    "extend": "cli.leases:extend",
-    "release": "cli.leases:release",
-    "snooze": "cli.leases:snooze",
+    **{name: f"cli.leases:{name}" for name in leases.COMMANDS},
 }
 _OPERATE = {
     "jobs": "cli.jobs:app",

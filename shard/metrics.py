@@ -104,7 +104,7 @@ DEAD = _counter(
 )  # fmt: skip
 SETTLED = _counter(
     "windrow_leases_settled_total", "leases",
-    "Leases named by acks, nacks, extends, releases and snoozes, by the answer. stale: the lease had ended.",
+    "Leases named by calls that settle or extend them, by the answer. stale: the lease had ended.",
     "shard", "verb", "answer",
 )  # fmt: skip
 SHARD_UP = _lowest(

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import grpc
@@ -21,6 +22,7 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc.error_details_pb2 import ErrorInfo
 
+from router.codec.lease_verbs import VERBS, LeaseVerb
 from router.codec.scaler import METRIC
 from router.gate.auth.access import access_of
 from router.gate.auth.scopes import Scope
@@ -33,6 +35,7 @@ from tests.issuers import token as signed_token
 from tests.jobs import job_id
 from tests.routers import PATIENCE_S, Routers, detail
 from tests.streams import QUEUE, acks, extends, new_job, start, window
+from tests.verbs import lease_request
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2, queue_pb2, schedules_pb2, server_pb2, workflows_pb2
 
 Metadata = tuple[tuple[str, str], ...]
@@ -118,6 +121,11 @@ def scaled(org: str, queue: str) -> externalscaler_pb2.ScaledObjectRef:
     return externalscaler_pb2.ScaledObjectRef(scalerMetadata=metadata)
 
 
+def _naming_lease(verb: LeaseVerb, it: Target) -> Message:
+    request: Message = lease_request(verb, [it.lease], it.org)
+    return request
+
+
 # For each method, a request that callers of the org may make. If the method changes data, this request really changes
 # something.
 REQUESTS: Mapping[str, Callable[[Target], Message]] = {
@@ -130,14 +138,9 @@ REQUESTS: Mapping[str, Callable[[Target], Message]] = {
     "windrow.v1.Queue/Enqueue": lambda it: queue_pb2.EnqueueRequest(org=it.org, jobs=[new_job()]),
     "windrow.v1.Queue/Dequeue": lambda it: queue_pb2.DequeueRequest(org=it.org, queues=[it.queue], max_jobs=10),
     "windrow.v1.Queue/Consume": lambda it: queue_pb2.ConsumeRequest(start=start(it.org, it.queue), credit=10),
-    "windrow.v1.Queue/Ack": lambda it: queue_pb2.AckRequest(org=it.org, acks=[queue_pb2.Ack(lease=it.lease)]),
-    "windrow.v1.Queue/Nack": lambda it: queue_pb2.NackRequest(org=it.org, nacks=[queue_pb2.Nack(lease=it.lease)]),
+    **{f"windrow.v1.Queue/{verb.method}": partial(_naming_lease, verb) for verb in VERBS},
     "windrow.v1.Queue/Extend": lambda it: queue_pb2.ExtendRequest(
         org=it.org, extends=extends(it.lease), visibility_window=window(3600)
-    ),
-    "windrow.v1.Queue/Release": lambda it: queue_pb2.ReleaseRequest(org=it.org, leases=[it.lease]),
-    "windrow.v1.Queue/Snooze": lambda it: queue_pb2.SnoozeRequest(
-        org=it.org, snoozes=[queue_pb2.Snooze(lease=it.lease)]
     ),
     "windrow.v1.Queue/GetJobs": lambda it: queue_pb2.GetJobsRequest(org=it.org, ids=[it.ready, it.dead, it.finished]),
     "windrow.v1.Queue/FindJob": lambda it: queue_pb2.FindJobRequest(org=it.org, queue=it.queue, dedup_key=it.dedup_key),

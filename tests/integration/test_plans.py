@@ -238,9 +238,7 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
     await store.settle(Settlement.extend(org, held, window_us=2 * HOUR_US))
     named = _LeaseColumns([org] * BATCH, held).parameters()
     await row_locks.of_jobs(recorder).find([(org, lease.job_hex) for lease in held])
-    texts, failures = ["why"] * BATCH, ['{"message": "why"}'] * BATCH
-    nacked = {"outcome": "nacked", "counts": True}
-    released = {"outcome": "released", "counts": False, "delays_us": "{}", "failures": [], "logs": []}
+    texts = ["why"] * BATCH
     await store.enqueue(jobs)
     await store.get(org, ids_of(jobs), include_payload=True)
     find_known, get_jobs = recorder.last(queue_statements.FIND_KNOWN), recorder.last(queue_statements.GET_JOBS)
@@ -263,8 +261,17 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
     plain = recorder.last(queue_statements.ENQUEUE_PLAIN)
     await store.alter(org, ids_of(waiting), Alteration(priority=1))
     await store.enqueue(some_jobs(org, BATCH, queue="queue-5"))
+    again = leases(await lease_jobs(store, org, queue="queue-5", max_jobs=BATCH))
+    await store.settle(Settlement.release(org, again))
+    released = recorder.last(queue_statements.GIVE_BACK)
+    again = leases(await lease_jobs(store, org, queue="queue-5", max_jobs=BATCH))
+    nacks = [Nack(lease=lease, failure=Failure(message="why"), retry_after_us=5) for lease in again]
+    await store.settle(Settlement.nack(org, nacks)._replace(logs=dict(enumerate(texts))))
+    nacked = recorder.last(queue_statements.GIVE_BACK)
     doomed = leases(await lease_jobs(store, org, queue="queue-5", max_jobs=BATCH))
-    await store.settle(Settlement.nack(org, [Nack(lease=lease, failure=Failure(permanent=True)) for lease in doomed]))
+    nacks = [Nack(lease=lease, failure=Failure(message="why", permanent=True)) for lease in doomed]
+    await store.settle(Settlement.nack(org, nacks)._replace(logs=dict(enumerate(texts))))
+    assert len(again) == len(doomed) == BATCH
     dead = [str(uuid.UUID(lease.job_hex)) for lease in doomed]
     return {
         "enqueue": (queue_statements.ENQUEUE, {**enqueue[1], **fresh}),
@@ -287,16 +294,10 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
             {**of_several.parameters(), "results": [], "logs": [], "jobs": BATCH},
         ),
         "inspect_leases": (queue_statements.INSPECT_LEASES, of_several.parameters()),
-        "give_back after a delay": (
-            queue_statements.GIVE_BACK,
-            {**nacked, **named, "delays_us": "{" + ",".join(["5"] * BATCH) + "}", "failures": failures, "logs": texts},
-        ),
-        "mark_dead": (
-            queue_statements.MARK_DEAD,
-            {**named, "outcomes": ["nacked"] * BATCH, "failures": failures, "logs": texts, "reasons": texts},
-        ),
-        "give_back": (queue_statements.GIVE_BACK, {**released, **named}),
-        "give_back of several orgs": (queue_statements.GIVE_BACK, {**released, **of_several.parameters()}),
+        "give_back after a delay": (queue_statements.GIVE_BACK, {**nacked[1], **named}),
+        "mark_dead": (queue_statements.MARK_DEAD, {**recorder.last(queue_statements.MARK_DEAD)[1], **named}),
+        "give_back": (queue_statements.GIVE_BACK, {**released[1], **named}),
+        "give_back of several orgs": (queue_statements.GIVE_BACK, {**released[1], **of_several.parameters()}),
         "cancel": (queue_statements.CANCEL, {"org": org, "ids": named["ids"], "reason": "why"}),
         "explain_miss": (
             queue_statements.EXPLAIN_MISS,

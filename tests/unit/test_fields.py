@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from router.codec.fields import FIELDS_MAX, bounded, number_in
 from router.codec.status import InvalidRequest
-from router.codec.validate import enqueue_violations, plain_jobs
+from router.codec.validate import plain_jobs, violations_of
 from tests.jobs import job_message
 from windrow import uuid7
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
@@ -83,7 +83,7 @@ def test_a_list_that_is_too_long_is_refused_without_a_look_at_each_item(monkeypa
         raise AssertionError("a look at each item of a request of 2 KiB takes a tenth of a second")
 
     monkeypatch.setattr(protovalidate, "collect_violations", looks)
-    assert enqueue_violations(request) == [("jobs", "must have at most 1,000 items, not 1,001")]
+    assert violations_of(request) == [("jobs", "must have at most 1,000 items, not 1,001")]
 
 
 def test_a_request_that_breaks_very_many_rules_is_refused_with_values_for_the_first_ones_only() -> None:
@@ -91,7 +91,7 @@ def test_a_request_that_breaks_very_many_rules_is_refused_with_values_for_the_fi
     for at in range(1_000):
         job = request.jobs.add(id=uuid7())
         job.template.queue, job.template.kind = f"no queue {at}", "no-op"
-    found = enqueue_violations(request)
+    found = violations_of(request)
     assert [violation.field for violation in found] == [f"jobs[{at}].template.queue" for at in range(1_000)]
     assert [f"'no queue {at}'" in violation.description for at, violation in enumerate(found)] == [
         at < 100 for at in range(1_000)

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from router.codec.status import InvalidRequest as Refused
-from router.codec.validate import check, enqueue_violations, violations_of
+from router.codec.validate import check, violations_of
 from windrow import ExponentialRetry, FixedRetry, InvalidJob, InvalidRequest, NewJob, outbox
 from windrow.job_rules import job_faults, org_fault
 from windrow.new_jobs import enqueue_request
@@ -74,7 +74,7 @@ def test_the_client_refuses_the_fields_of_a_job_that_a_router_refuses(fields: di
     given: dict[str, Any] = {"queue": "q", "kind": "k", **fields}
     request = enqueue_request("acme", [NewJob(**given)])
     # The router's violation names a key of the map, so only the map is compared.
-    by_router = {found.field.partition('["')[0] for found in enqueue_violations(request)}
+    by_router = {found.field.partition('["')[0] for found in violations_of(request)}
     assert {f"jobs[0].{fault.field}" for fault in job_faults(request.jobs[0])} == by_router
 
 
@@ -82,7 +82,7 @@ def test_the_client_refuses_the_fields_of_a_job_that_a_router_refuses(fields: di
 def test_a_zero_that_means_the_default_is_not_offered(name: str, value: int, words: str) -> None:
     fields: dict[str, Any] = {name: value}
     request = enqueue_request("acme", [NewJob("q", "k", **fields)])
-    (by_router,), (here,) = enqueue_violations(request), job_faults(request.jobs[0])
+    (by_router,), (here,) = violations_of(request), job_faults(request.jobs[0])
     assert by_router.description == f"must be {words}, not {value}"
     assert here.description.replace(",", "") == by_router.description.replace(",", "")
 
@@ -90,7 +90,7 @@ def test_a_zero_that_means_the_default_is_not_offered(name: str, value: int, wor
 @pytest.mark.parametrize("org", ["", "a", "a b", "a\n", "\x7f", "a" * 128, "a" * 129, "ä" * 64, "ä" * 65])
 def test_the_client_refuses_the_orgs_that_a_router_refuses(org: str) -> None:
     request = enqueue_request(org, [NewJob("q", "k")])
-    assert bool(org_fault(org)) == bool(enqueue_violations(request))
+    assert bool(org_fault(org)) == bool(violations_of(request))
 
 
 # This is no connection: the outbox must execute nothing on it.
@@ -139,7 +139,7 @@ def test_of_a_large_request_no_more_violations_are_looked_for_than_tell_its_item
 def test_each_wrong_job_of_a_large_independent_enqueue_has_a_violation_and_no_other_job_has_one() -> None:
     request = with_wrong_attributes(1000, 32)
     request.independent = True
-    found = enqueue_violations(request)
+    found = violations_of(request)
     assert {violation.field.split(".")[0] for violation in found} == {f"jobs[{at}]" for at in range(999)}
     assert len(found) < 1300
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import windrow.job_rules
 import windrow.payloads
 import windrow.settlements
 from router.codec import validate
+from router.codec.lease_verbs import VERBS
 from router.services.consume_stream import CREDIT_MAX
 from router.services.server_info import server_info
 from tests.unit.client_fake import FakeRouter
@@ -24,19 +26,20 @@ from windrow.v1 import admin_pb2, queue_pb2, server_pb2
 
 LIMITS = server_info().limits
 PROTO = Path(__file__).resolve().parents[2] / "proto/windrow/v1"
-LEASES = [
-    queue_pb2.AckRequest,
-    queue_pb2.NackRequest,
-    queue_pb2.ExtendRequest,
-    queue_pb2.ReleaseRequest,
-    queue_pb2.SnoozeRequest,
-]
+LEASES = [getattr(queue_pb2, f"{verb.method}Request") for verb in VERBS]
+FEATURES = {server_pb2.ServerFeature.Name(one).removeprefix("SERVER_FEATURE_") for one in server_info().features}
+# Routers of every release take these verbs in a ConsumeRequest.
+FIRST_VERBS = {"ACK", "NACK", "EXTEND", "RELEASE"}
 
 
 def test_every_limit_is_told() -> None:
     assert {field.name for field, _ in LIMITS.ListFields()} == set(LIMITS.DESCRIPTOR.fields_by_name)
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", server_info().version)
     assert set(server_info().features) == set(server_pb2.ServerFeature.values()) - {0}
+
+
+def test_a_feature_tells_that_a_router_takes_a_later_verb_in_a_stream() -> None:
+    assert {verb.method.upper() for verb in VERBS} - FIRST_VERBS <= FEATURES
 
 
 def test_limits_are_those_that_the_comments_of_the_contract_tell() -> None:
@@ -60,6 +63,13 @@ def test_limits_are_those_that_the_comments_of_the_contract_tell() -> None:
     assert f"an org may have {LIMITS.max_queues_per_org:,} queues on a shard" in job
     assert f"1 to {LIMITS.max_jobs_per_change:,}; 0 or absent: 1,000." in admin
     assert f"1 to {LIMITS.max_page_size:,}; 0 or absent: 100." in admin
+
+
+def test_timestamps_have_the_bounds_that_the_comments_of_the_contract_tell() -> None:
+    contract = re.sub(r"\n *// ", " ", "".join(path.read_text() for path in sorted(PROTO.glob("*.proto"))))
+    told = re.findall(r"At most ([\d,]+) days ahead", contract)
+    assert Counter(told) == Counter(f"{days:,}" for days in validate._DAYS_AHEAD_MAX.values())
+    assert LIMITS.max_delay.seconds == min(validate._DAYS_AHEAD_MAX.values()) * 86_400
 
 
 @pytest.mark.parametrize("request_type", [*LEASES, queue_pb2.ConsumeRequest])
@@ -97,7 +107,7 @@ async def test_the_client_shows_what_the_router_tells(router: FakeRouter, client
     router.scripts["GetServerInfo"] = tell
     info = await client.server_info()
     assert info.version == server_info().version
-    assert info.features == {"ORG_METADATA", "SNOOZE", "JOB_SEARCH"}
+    assert info.features == FEATURES
     assert set(info.limits) == set(LIMITS.DESCRIPTOR.fields_by_name)
     assert info.limits["max_message_bytes"] == LIMITS.max_message_bytes
     assert info.limits["max_wait"] == LIMITS.max_wait.ToTimedelta()

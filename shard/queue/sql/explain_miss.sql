@@ -1,4 +1,4 @@
--- Explains the leases that an ack, nack, extend, release or snooze did not find: how each lease ended (`ended_as`),
+-- Explains the leases that a call did not find when it was to settle or extend them: how each lease ended (`ended_as`),
 -- whether its job is known, and whether the job was cancelled. If the answer of a call was lost, and the caller repeats
 -- the call, `ended_as` shows that the repeated call must get OK.
 WITH cold AS MATERIALIZED (

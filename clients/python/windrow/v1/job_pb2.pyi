@@ -46,8 +46,8 @@ class _JobStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobState.Val
     """
     JOB_STATE_LEASED: _JobState.ValueType  # 3
     """Invisible to other consumers until the lease deadline. Ack moves it to SUCCEEDED; Nack to SCHEDULED, READY or DEAD;
-    Release to READY; Snooze to SCHEDULED or READY; AddNodes with `wait` to BLOCKED; CancelJobs to CANCELLED. It becomes
-    READY when the deadline passes.
+    a call that gives it back, such as Release or Snooze, to READY or SCHEDULED; AddNodes with `wait` to BLOCKED;
+    CancelJobs to CANCELLED. It becomes READY when the deadline passes.
     """
     JOB_STATE_SUCCEEDED: _JobState.ValueType  # 4
     """Finished by an Ack, or by SignalNode. Final; the job is deleted at the end of its retention."""
@@ -83,8 +83,8 @@ its expires_at has passed.
 """
 JOB_STATE_LEASED: JobState.ValueType  # 3
 """Invisible to other consumers until the lease deadline. Ack moves it to SUCCEEDED; Nack to SCHEDULED, READY or DEAD;
-Release to READY; Snooze to SCHEDULED or READY; AddNodes with `wait` to BLOCKED; CancelJobs to CANCELLED. It becomes
-READY when the deadline passes.
+a call that gives it back, such as Release or Snooze, to READY or SCHEDULED; AddNodes with `wait` to BLOCKED;
+CancelJobs to CANCELLED. It becomes READY when the deadline passes.
 """
 JOB_STATE_SUCCEEDED: JobState.ValueType  # 4
 """Finished by an Ack, or by SignalNode. Final; the job is deleted at the end of its retention."""
@@ -116,9 +116,9 @@ class _AttemptOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Attemp
     ATTEMPT_OUTCOME_NACKED: _AttemptOutcome.ValueType  # 2
     """Ended by Nack: the attempt failed."""
     ATTEMPT_OUTCOME_EXPIRED: _AttemptOutcome.ValueType  # 3
-    """The lease deadline passed before an Ack, a Nack, a Release or a Snooze came: most often a crashed worker."""
+    """The lease deadline passed before a call settled the job: most often a crashed worker."""
     ATTEMPT_OUTCOME_RELEASED: _AttemptOutcome.ValueType  # 4
-    """Given back by Release or Snooze, or ended by AddNodes with `wait`; does not count towards max_attempts."""
+    """Given back, as by Release or Snooze, or ended by AddNodes with `wait`; does not count towards max_attempts."""
     ATTEMPT_OUTCOME_TIMED_OUT: _AttemptOutcome.ValueType  # 5
     """As EXPIRED, but the lease ended because the attempt had lasted for JobTemplate.max_runtime."""
     ATTEMPT_OUTCOME_CANCELLED: _AttemptOutcome.ValueType  # 6
@@ -134,9 +134,9 @@ ATTEMPT_OUTCOME_ACKED: AttemptOutcome.ValueType  # 1
 ATTEMPT_OUTCOME_NACKED: AttemptOutcome.ValueType  # 2
 """Ended by Nack: the attempt failed."""
 ATTEMPT_OUTCOME_EXPIRED: AttemptOutcome.ValueType  # 3
-"""The lease deadline passed before an Ack, a Nack, a Release or a Snooze came: most often a crashed worker."""
+"""The lease deadline passed before a call settled the job: most often a crashed worker."""
 ATTEMPT_OUTCOME_RELEASED: AttemptOutcome.ValueType  # 4
-"""Given back by Release or Snooze, or ended by AddNodes with `wait`; does not count towards max_attempts."""
+"""Given back, as by Release or Snooze, or ended by AddNodes with `wait`; does not count towards max_attempts."""
 ATTEMPT_OUTCOME_TIMED_OUT: AttemptOutcome.ValueType  # 5
 """As EXPIRED, but the lease ended because the attempt had lasted for JobTemplate.max_runtime."""
 ATTEMPT_OUTCOME_CANCELLED: AttemptOutcome.ValueType  # 6
@@ -156,8 +156,8 @@ class _JobAnswerEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobAnswer.V
     JOB_ANSWER_STALE: _JobAnswer.ValueType  # 2
     """The lease has ended in another way than by this call; for CancelJobs, the job has SUCCEEDED; for AlterJobs, the job
     does not wait: it is LEASED or DEAD, or has SUCCEEDED, or it is BLOCKED and was to get a time. Nothing was changed. A
-    consumer drops its result: another consumer has run the job, or will. A Nack, a Release or a Snooze that is repeated
-    more than 50 attempts later gets this answer too.
+    consumer drops its result: another consumer has run the job, or will. A call that gave the job back, and is
+    repeated more than 50 attempts later, gets this answer too.
     """
     JOB_ANSWER_NOT_FOUND: _JobAnswer.ValueType  # 3
     """No shard knows such a job of this org, or knows it any longer: finished jobs are deleted at the end of their
@@ -177,8 +177,8 @@ JOB_ANSWER_OK: JobAnswer.ValueType  # 1
 JOB_ANSWER_STALE: JobAnswer.ValueType  # 2
 """The lease has ended in another way than by this call; for CancelJobs, the job has SUCCEEDED; for AlterJobs, the job
 does not wait: it is LEASED or DEAD, or has SUCCEEDED, or it is BLOCKED and was to get a time. Nothing was changed. A
-consumer drops its result: another consumer has run the job, or will. A Nack, a Release or a Snooze that is repeated
-more than 50 attempts later gets this answer too.
+consumer drops its result: another consumer has run the job, or will. A call that gave the job back, and is
+repeated more than 50 attempts later, gets this answer too.
 """
 JOB_ANSWER_NOT_FOUND: JobAnswer.ValueType  # 3
 """No shard knows such a job of this org, or knows it any longer: finished jobs are deleted at the end of their
@@ -660,7 +660,7 @@ class LeasedJob(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     WORKFLOW_FIELD_NUMBER: _builtins.int
     lease: _builtins.bytes
-    """Names this lease in Ack, Nack, Extend, Release, Snooze and AddNodes. At most 255 bytes. It is opaque to callers; the
+    """Names this lease in calls that settle or extend it, and in AddNodes. At most 255 bytes. It is opaque to callers; the
     router finds the job's shard by it.
     """
     id: _builtins.str
@@ -695,8 +695,8 @@ class LeasedJob(_message.Message):
 
     @_builtins.property
     def run_at(self) -> _timestamp_pb2.Timestamp:
-        """The time from which the job was due: as enqueued, or as the last Nack, Release, Snooze or RedriveJobs set it. A
-        lease that expired does not change it.
+        """The time from which the job was due: as enqueued, or as the last call set it that gave the job back, or redrove it.
+        A lease that expired does not change it.
         """
 
     @_builtins.property
@@ -848,7 +848,7 @@ class Attempt(_message.Message):
 
     @_builtins.property
     def failure(self) -> Global___Failure:
-        """What the Nack reported; for a Snooze, its reason as the message; for AddNodes with `wait`, a message that says so.
+        """What the Nack reported; for a call with a reason, such as Snooze, the reason as the message; for AddNodes with `wait`, a message that says so.
         Absent for other outcomes, and if nothing was reported.
         """
 
@@ -972,7 +972,7 @@ class Job(_message.Message):
 
     @_builtins.property
     def run_at(self) -> _timestamp_pb2.Timestamp:
-        """When the job became, or becomes, due: as enqueued, or as the last Nack, Release, Snooze or RedriveJobs set it."""
+        """When the job became, or becomes, due: as enqueued, or as the last call set it that gave the job back, or redrove it."""
 
     @_builtins.property
     def expires_at(self) -> _timestamp_pb2.Timestamp:

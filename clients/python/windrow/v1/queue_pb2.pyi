@@ -315,13 +315,13 @@ class ConsumeRequest(_message.Message):
     credit: _builtins.int
     """How many more jobs the consumer has room for; it is added to the remaining credit. Each job that is sent takes one
     credit. 0 to 10,000, and the sum may not exceed 10,000. A new stream begins without credit.
-    `snoozes` and the next four fields name leases, which may come from this stream or from any other call of the org. A
-    message may settle each lease only once: by an ack, a nack, a release or a snooze. An extend of a lease that the same
-    message settles is left out, with what it reports. One Settled answers all five fields.
+    All lists of this message name leases, which may come from this stream or from any other call of the org. A message
+    may settle each lease only once. An extend of a lease that the same message settles is left out, with what it
+    reports. One Settled answers all lists.
 
-    Messages are settled in parallel, so of two messages about one lease either may be done first. After an ack, nack,
-    release or snooze the consumer sends nothing else about the lease, except the same message again. If it acks a lease while
-    an extend is unanswered, the extend may be STALE, and its answer is to be ignored.
+    Messages are settled in parallel, so of two messages about one lease either may be done first. After a message that
+    settles a lease, the consumer sends nothing else about the lease, except the same message again. If it acks a lease
+    while an extend is unanswered, the extend may be STALE, and its answer is to be ignored.
     """
     @_builtins.property
     def start(self) -> Global___ConsumeStart:
@@ -502,7 +502,7 @@ class Settled(_message.Message):
     @_builtins.property
     def not_ok(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseAnswer]:
         """The leases whose answer is not OK. All other leases of the ConsumeRequest are OK, unless `error` is set. An extend
-        that was left out has no answer: the answer for its lease is that of the ack, nack, release or snooze.
+        that was left out has no answer: the answer for its lease is that of the entry which settles it.
         """
 
     @_builtins.property

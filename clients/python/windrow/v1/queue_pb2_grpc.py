@@ -138,7 +138,7 @@ class QueueServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Consume(self, request_iterator, context):
-        """A consumer's stream, which brings jobs to the consumer and takes its acks, nacks, extends, releases and snoozes. The
+        """A consumer's stream, which brings jobs to the consumer and takes what settles and extends their leases. The
         first message has `start`, which says what the stream consumes; it must come within 10 s. Every message may give
         credit, which is how many more jobs the consumer has room for. The router sends jobs as they fall due, never more
         than the credit. Each batch of jobs is in the order of Dequeue.
@@ -159,7 +159,7 @@ class QueueServicer:
         To end the stream, the consumer closes its side: the router sends no more jobs, answers what the consumer has sent,
         and ends the stream with OK. The router announces by `draining` that it will end a stream. However a stream ends,
         jobs that were not sent yet are released at once, and their attempts do not count. Jobs that were sent stay leased
-        until they are settled, on another stream or by Ack, Nack, Release or Snooze, or until their window ends.
+        until they are settled, on another stream or by a call of their own, or until their window ends.
         A router ends a stream with UNAVAILABLE when it shuts down, when no shard of
         the org can be reached, and after some minutes (reason STREAM_EXPIRED), so that consumers spread over all routers.
         The consumer then opens another stream, and sends again the leases of every message that was not answered.

@@ -89,7 +89,7 @@ class QueueStub:
     of low priority from one shard while the other shard has a job of higher priority.
     """
     Consume: _grpc.StreamStreamMultiCallable[_queue_pb2.ConsumeRequest, _queue_pb2.ConsumeResponse]
-    """A consumer's stream, which brings jobs to the consumer and takes its acks, nacks, extends, releases and snoozes. The
+    """A consumer's stream, which brings jobs to the consumer and takes what settles and extends their leases. The
     first message has `start`, which says what the stream consumes; it must come within 10 s. Every message may give
     credit, which is how many more jobs the consumer has room for. The router sends jobs as they fall due, never more
     than the credit. Each batch of jobs is in the order of Dequeue.
@@ -110,7 +110,7 @@ class QueueStub:
     To end the stream, the consumer closes its side: the router sends no more jobs, answers what the consumer has sent,
     and ends the stream with OK. The router announces by `draining` that it will end a stream. However a stream ends,
     jobs that were not sent yet are released at once, and their attempts do not count. Jobs that were sent stay leased
-    until they are settled, on another stream or by Ack, Nack, Release or Snooze, or until their window ends.
+    until they are settled, on another stream or by a call of their own, or until their window ends.
     A router ends a stream with UNAVAILABLE when it shuts down, when no shard of
     the org can be reached, and after some minutes (reason STREAM_EXPIRED), so that consumers spread over all routers.
     The consumer then opens another stream, and sends again the leases of every message that was not answered.
@@ -164,7 +164,7 @@ class QueueAsyncStub(QueueStub):
     of low priority from one shard while the other shard has a job of higher priority.
     """
     Consume: _aio.StreamStreamMultiCallable[_queue_pb2.ConsumeRequest, _queue_pb2.ConsumeResponse]  # type: ignore[assignment]
-    """A consumer's stream, which brings jobs to the consumer and takes its acks, nacks, extends, releases and snoozes. The
+    """A consumer's stream, which brings jobs to the consumer and takes what settles and extends their leases. The
     first message has `start`, which says what the stream consumes; it must come within 10 s. Every message may give
     credit, which is how many more jobs the consumer has room for. The router sends jobs as they fall due, never more
     than the credit. Each batch of jobs is in the order of Dequeue.
@@ -185,7 +185,7 @@ class QueueAsyncStub(QueueStub):
     To end the stream, the consumer closes its side: the router sends no more jobs, answers what the consumer has sent,
     and ends the stream with OK. The router announces by `draining` that it will end a stream. However a stream ends,
     jobs that were not sent yet are released at once, and their attempts do not count. Jobs that were sent stay leased
-    until they are settled, on another stream or by Ack, Nack, Release or Snooze, or until their window ends.
+    until they are settled, on another stream or by a call of their own, or until their window ends.
     A router ends a stream with UNAVAILABLE when it shuts down, when no shard of
     the org can be reached, and after some minutes (reason STREAM_EXPIRED), so that consumers spread over all routers.
     The consumer then opens another stream, and sends again the leases of every message that was not answered.
@@ -254,7 +254,7 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_queue_pb2.ConsumeRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_queue_pb2.ConsumeResponse], _abc.AsyncIterator[_queue_pb2.ConsumeResponse]]:
-        """A consumer's stream, which brings jobs to the consumer and takes its acks, nacks, extends, releases and snoozes. The
+        """A consumer's stream, which brings jobs to the consumer and takes what settles and extends their leases. The
         first message has `start`, which says what the stream consumes; it must come within 10 s. Every message may give
         credit, which is how many more jobs the consumer has room for. The router sends jobs as they fall due, never more
         than the credit. Each batch of jobs is in the order of Dequeue.
@@ -275,7 +275,7 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         To end the stream, the consumer closes its side: the router sends no more jobs, answers what the consumer has sent,
         and ends the stream with OK. The router announces by `draining` that it will end a stream. However a stream ends,
         jobs that were not sent yet are released at once, and their attempts do not count. Jobs that were sent stay leased
-        until they are settled, on another stream or by Ack, Nack, Release or Snooze, or until their window ends.
+        until they are settled, on another stream or by a call of their own, or until their window ends.
         A router ends a stream with UNAVAILABLE when it shuts down, when no shard of
         the org can be reached, and after some minutes (reason STREAM_EXPIRED), so that consumers spread over all routers.
         The consumer then opens another stream, and sends again the leases of every message that was not answered.

@@ -152,7 +152,7 @@ class ServerLimits(_message.Message):
     max_jobs_per_enqueue: _builtins.int
     """Jobs in one Enqueue."""
     max_leases_per_call: _builtins.int
-    """Leases in one Ack, Nack, Extend, Release or Snooze, acks in one Dequeue, and leases of each kind in one message of a
+    """Leases in one call that settles or extends them, acks in one Dequeue, and leases of each kind in one message of a
     Consume stream.
     """
     max_ids_per_call: _builtins.int
