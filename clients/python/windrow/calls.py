@@ -61,7 +61,7 @@ FINAL = frozenset(
     }
 )
 
-# The services besides Queue also answer with these statuses, after which a call is not made again either.
+# The services other than Queue also answer with these statuses. A call is not made again after them either.
 ADMIN_FINAL = FINAL | {StatusCode.NOT_FOUND, StatusCode.ALREADY_EXISTS, StatusCode.FAILED_PRECONDITION}
 
 # The ErrorInfo.domain of the routers' errors.
@@ -106,12 +106,12 @@ class CallFailure:
 
 
 def pause_s(failure: CallFailure, *, tries: int, luck: float, final: Collection[StatusCode] = FINAL) -> float | None:
-    """Returns how long to wait before the next try, or None if there must be no further try, as after a status of
+    """Returns how long to wait before the next try, or None if there must be no further try. None follows a status in
     `final`. `luck` is a random number, uniform in [0, 1).
 
     The pause is the time that the router asked for, plus exponential backoff with full jitter
-    (aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter). The jitter spans at least half of the
-    time asked for, because the router asks many clients at once.
+    (aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter). If the router asked for a time, the
+    jitter spans at least half of this time, because the router asks many clients at once.
     """
     if failure.code in final:
         return None
@@ -176,7 +176,7 @@ class Calls:
         Raises WindrowError.
 
         `wait_s` is added to the timeouts, for a call that asks the router to wait for jobs. `before_try` is called
-        before each try with the part of `wait_s` that is left.
+        before each try with the time that remains of `wait_s`.
         """
         budget_s = (self.timeout_s if timeout_s is None else timeout_s) + wait_s
         verb = verb or type(request).__name__.removesuffix("Request")
@@ -202,7 +202,7 @@ class Calls:
             except aio.AioRpcError as error:
                 cause = error
             except asyncio.CancelledError:
-                # Closing a channel cancels its calls; the caller's own cancellation passes through.
+                # Closing a channel cancels its calls. A cancellation by the caller is passed on.
                 task = asyncio.current_task()
                 if self.closed and task is not None and not task.cancelling():
                     raise self._closed_meanwhile(verb) from None
@@ -267,7 +267,7 @@ class Calls:
 
     async def token(self) -> Metadata:
         """Returns the metadata with the token for the next stream, if this client has one. Raises what the token
-        function raises. Raises DeadlineExceeded if that function takes longer than a try may."""
+        function raises. Raises DeadlineExceeded if that function takes longer than one try may take."""
         return () if self._tokens is None else await self._tokens.metadata(within_s=self.try_s)
 
     async def renew_token(self, refused: Metadata) -> bool:
@@ -282,8 +282,8 @@ class Calls:
     def open(
         self, method: Callable[[Stub], _StreamMethod[_Sent, _Received]], *, org: str | None, token: Metadata = ()
     ) -> aio.StreamStreamCall[_Sent, _Received]:
-        """Opens a stream of this org (None: of all orgs) over the next connection. If it breaks, stream_error() makes a
-        WindrowError of the cause."""
+        """Opens a stream of this org (None: of all orgs) over the next connection. If the stream breaks, stream_error()
+        turns the cause into a WindrowError."""
         return method(self.channels.stub())(metadata=_metadata(org) + token)
 
     def stream_error(self, verb: str, cause: aio.AioRpcError, *, spent_s: float) -> WindrowError:

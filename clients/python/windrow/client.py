@@ -83,13 +83,13 @@ ADDRESS_VARIABLE = "WINDROW_ADDRESS"
 # How many bytes of results or failures the client sends in one call.
 _PART_BYTES_MAX = 8 * 1024 * 1024
 WAIT_S_MAX = 60.0
-# dequeue() and wait() make no further call if less of their waiting time is left than this.
+# If less than this remains of their waiting time, dequeue() and wait() make no further call.
 _WORTH_WAITING_S = 0.1
 # A large request delays the other requests on its connection. So the client splits an independent request that has more
 # bytes than this, although a router would accept 16 MiB.
 _SPLIT_BYTES = 8 * 1024 * 1024
 _SPLIT_CALLS_MAX = 4
-# How many shared calls may run at the same time, for each connection.
+# How many shared calls may run at the same time per connection.
 _SHARED_CALLS = 2
 
 # An EnqueueResult that has only an id adds its id and this many bytes to a response: two tags and two lengths. Each
@@ -123,10 +123,10 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
       the jobs and returns an Enqueued for each. enqueue_batch calls no middleware, because a repeated batch must have
       the same jobs. The relay of an outbox calls none either: it sends the jobs as they were added.
 
-    Every method raises WindrowError (see errors.py), after which the call may nevertheless have taken effect. Leases,
-    job ids and NewJobs make it safe to call the method again. But enqueue, trigger_schedule and restore_jobs make new
-    ids in each call unless the caller gives them. So give the ids yourself, or pass the error's `made_ids` to the
-    second call. Otherwise the second call may store a second job.
+    Every method may raise a WindrowError (see errors.py). Even then, the call may have taken effect. Leases, job ids
+    and NewJobs make it safe to call the method again. But enqueue, trigger_schedule and restore_jobs make new ids in
+    each call unless the caller gives them. So give the ids yourself, or pass the error's `made_ids` to the second call.
+    Otherwise the second call may store a second job.
     """
 
     # testing.py sets another class.
@@ -260,11 +260,12 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         """Stores any number of jobs, such as a million from a generator, a few calls at a time. Calls `on_progress`
         after each 1,000 jobs or less.
 
-        `batch` is a windrow.uuid7() that the caller keeps. Job n is stored as windrow.nth_id(batch, n), whatever its
-        own id is. If a limit is smaller than a call, the client sends the call's jobs in smaller calls. After an error,
-        or if the program died, call again with the same batch and jobs within 7 days: jobs that are stored already are
-        not stored again. Raises InvalidJob for the first job that breaks a rule; other jobs of the batch may be stored
-        by then. Raises InvalidRequest if the batch was used for other jobs. Middleware is not called."""
+        `batch` is a windrow.uuid7() that the caller keeps. Job n is stored with the id windrow.nth_id(batch, n), even
+        if it has an id of its own. If a limit is smaller than a call, the client sends the call's jobs in smaller
+        calls. After an error, or if the program died, call again with the same batch and jobs within 7 days: jobs that
+        are stored already are not stored again. Raises InvalidJob for the first job that breaks a rule; other jobs of
+        the batch may be stored by then. Raises InvalidRequest if the batch was used for other jobs. Middleware is not
+        called."""
         done = Batch()
         for calls in calls_of(self.org, jobs, batch):
             outcomes = await self.send_together(calls)
@@ -352,7 +353,8 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         wait: Span = 0.0,
     ) -> list[Job]:
         """Leases up to `max_jobs` (1 to 1,000) due jobs and returns them. If no job is due, waits up to `wait` (s, or
-        timedelta; at most 60 s; default 0: no wait) until the first job falls due. Returns an empty list if none does.
+        timedelta; at most 60 s; default 0: no wait) until the first job falls due. Returns an empty list if no job
+        falls due in this time.
 
         The jobs stay invisible to other consumers for `visibility_window` (100 ms to 12 h; default 30 s). To know when
         this window ends, measure with a monotonic clock: from before this call, or from its return if you pass `wait`.
@@ -451,7 +453,8 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         permanent: bool = False,
     ) -> Answer | list[Answer]:
         """Gives jobs back as failed. They run again after `retry_after` (s, or timedelta) or, without it, after the
-        delay of their retry policy. A job without attempts left is dead; with `permanent` it is dead at once.
+        delay of their retry policy. A job without remaining attempts is dead. With `permanent`, every job is dead at
+        once.
 
         `error` is stored in the attempt history. It may be an exception, which is stored with its type, message and
         stack; a str, which is stored as the message; or a Failure.
@@ -506,7 +509,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         progress: Progress | None = None,
         checkpoint: Payload = None,
     ) -> Answer | list[Answer]:
-        """Extends leases: each then lasts for at least `visibility_window` from now. Never shortens a lease. Also
+        """Extends leases: each lease then lasts for at least `visibility_window` from now. Never shortens a lease. Also
         stores `progress` and `checkpoint` for the jobs, as Job.report does."""
         window = _span("visibility_window", visibility_window)
         try:
@@ -589,7 +592,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         return results
 
     async def get_jobs(self, ids: Iterable[str], *, include_payload: bool = False) -> dict[str, JobRecord]:
-        """Looks jobs up by id. Returns a record for each job that this org has, in whatever state.
+        """Looks jobs up by id. Returns a record for each job that this org has, in any state.
 
         Payload and result are None unless `include_payload` is true. Also raises Unavailable if a job was not found and
         one of the org's shards did not answer.

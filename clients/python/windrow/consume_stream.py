@@ -46,8 +46,8 @@ _EXPIRED = "STREAM_EXPIRED"
 _TOO_LARGE: int = StatusCode.INVALID_ARGUMENT.value[0]
 # A refused stream ends within this time after its initial metadata.
 _REFUSED_S_MAX = 0.1
-# If a stream lasts longer, the pauses between streams begin with the shortest one again. It is not enough that the
-# router has answered: a router may answer and fail at once, again and again.
+# If a stream lasts longer than this, the pauses between streams begin with the shortest one again. It is not enough
+# that the router has answered: a router may answer and fail at once, again and again.
 _STEADY_S = 1.0
 
 
@@ -80,7 +80,7 @@ class ConsumeStream:
         self._credit = 0
         # The token of this stream.
         self._token: Metadata = ()
-        # That token is new, and no router has accepted it yet.
+        # The stream's token is new, and no router has accepted it yet.
         self._renewed = False
         self._refusals = client.calls.refusals()
         # The log says already that the token is refused.
@@ -109,7 +109,8 @@ class ConsumeStream:
             try:
                 await self._session()
                 if self._draining:
-                    # The router closes the connection now. Let it do so, and the next stream uses another router.
+                    # The router closes the connection now. Wait until it has done so: then the next stream uses another
+                    # router.
                     await self._pause(self._backoff.next_s())
             except Unauthenticated as error:
                 self._settlements.on_disconnect()
@@ -240,7 +241,7 @@ class ConsumeStream:
         while True:
             wake.clear()
             if self._draining:
-                # Send no more: the next stream takes everything that comes from now on.
+                # Send nothing more: everything that comes from now on is sent on the next stream.
                 if settlements.unanswered_since() is None:
                     await call.done_writing()
                     return

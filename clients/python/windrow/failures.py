@@ -76,7 +76,8 @@ def stack_of(error: BaseException, frames: TracebackType | None) -> str:
 
 
 def frames_of(error: BaseException, *, runners: Collection[str]) -> TracebackType | None:
-    """Returns the traceback from the handler on, without the frames of `runners`, the files that call handlers."""
+    """Returns the traceback from the handler on. `runners` are the files that call handlers: their frames are left
+    out."""
     handler = frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         if frame.tb_frame.f_code.co_filename in runners:

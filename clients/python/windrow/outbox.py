@@ -254,7 +254,7 @@ class Relay:
                 self._loop.call_soon_threadsafe(self._stopping.set)
 
     async def run(self) -> None:
-        """Relays until stop(). In the main thread, SIGTERM and SIGINT end it too, unless the program handles SIGTERM
+        """Relays until stop(). In the main thread, SIGTERM and SIGINT end run() too, unless the program handles SIGTERM
         itself. Continues after outages of the database or the router.
 
         Raises a WindrowError that no retry can fix and that concerns every org: Unauthenticated, PermissionDenied if
@@ -285,7 +285,7 @@ class Relay:
         return await self._connect()
 
     async def _run_on(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        """Relays until stop(). Jobs of slow orgs are relayed in a task of their own, and other jobs here."""
+        """Relays until stop(). Jobs of slow orgs are relayed in a task of their own, and other jobs in this task."""
         idle_s = _IDLE_FIRST_S
         slow: asyncio.Task[None] | None = None
         try:

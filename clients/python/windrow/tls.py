@@ -122,7 +122,7 @@ def pem_text(content: bytes) -> str:
 
 
 def _has_certificate(content: bytes) -> bool:
-    """Returns whether gRPC can use a file of CAs: one certificate that can be read is enough for it."""
+    """Returns whether gRPC can use a file of CAs: one certificate that can be read is enough for gRPC."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     with contextlib.suppress(ssl.SSLError):
         context.load_verify_locations(cadata=pem_text(content))

@@ -50,8 +50,8 @@ QUEUES_MAX = 64
 PREFETCH_MAX = 5000
 # Enough jobs to cover the round trip to the router when handlers take almost no time.
 _PREFETCH_MIN = 100
-# A prefetched job waits in the worker for at most about this long, or for a tenth of its window if that is shorter:
-# another worker may be idle.
+# A prefetched job waits in the worker for at most about this long, or for a tenth of its window if that is shorter,
+# because another worker may be idle.
 _PREFETCH_WAIT_S = 0.1
 # Roughly the time that the worker itself needs for a job, without its handler.
 _JOB_S_MIN = 0.000_02
@@ -107,7 +107,7 @@ class Worker:
       (see handler()). It also keeps the process alive, because Python waits for threads at exit (see run()).
     - `middleware`: functions `async def middleware(job, call_next)` that run around every handler, for example for
       metrics or an error reporter. The first function is the outermost. `await call_next(job)` runs the handler; it
-      returns what the handler returns and raises what the handler raises, TimedOut and Crashed included.
+      returns what the handler returns and raises what the handler raises, including TimedOut and Crashed.
 
     - `declares_as` (default "worker:" and the first queue): the name under which every() declares schedules. Programs
       that declare different schedules need different names.
@@ -115,7 +115,7 @@ class Worker:
       longer declared. If it is False, a WARNING names them. A worker of an older release that starts again during a
       deploy also deletes what only the new release declares.
 
-    A handler that runs long can report how far it has come, for people, and a checkpoint for the job's next attempt
+    A handler that runs for long can report how far it has come, for people, and a checkpoint for the job's next attempt
     (see Job.report). A job that is cancelled loses its lease: see `cancel_lost`.
 
     A handler returns the job's result (see Payload; None: no result); the worker then acks the job. A result of more
@@ -228,8 +228,8 @@ class Worker:
 
         A handler that takes longer than `timeout` (s, or timedelta; None: for ever) is stopped, and its attempt fails
         as `windrow.TimedOut`, with the handler's stack. An `async def` is cancelled. A thread cannot be stopped:
-        job.lost is set, another job gets its place, and the thread goes on alone, even while the job's next attempt
-        runs. At most 1,000 such threads are left alone; each further thread keeps its place until it ends.
+        job.lost is set, another job gets its place, and the thread continues without a place, even while the job's next
+        attempt runs. At most 1,000 such threads have no place; each further thread keeps its place until it ends.
 
         `isolate="process"` runs a `def` in a process of its own, for code that may hang, crash or leak: the process is
         killed when the handler times out, when its job is lost, and when the worker stops. If the process ends by
@@ -252,8 +252,8 @@ class Worker:
             @worker.batch_handler("index_page", max_jobs=100)
             async def index_pages(jobs): ...
 
-        It returns None if all jobs are done. Otherwise it returns a sequence with one result for each job, in their
-        order: the value that a handler of single jobs would return, or an exception for this job alone, such as
+        The function returns None if all jobs are done. Otherwise it returns a sequence with one result for each job, in
+        their order: the value that a handler of single jobs would return, or an exception for this job alone, such as
         Retry("why"). If the batch handler raises, all its jobs fail, or are snoozed, in the same way.
 
         A batch has 1 to `max_jobs` (1 to 1,000) jobs. Each takes one of the worker's places, so `concurrency` should be
@@ -261,9 +261,9 @@ class Worker:
         it waits for more jobs, until its first job has been in the worker for `max_wait` (s, or timedelta; at most
         60 s).
 
-        If the lease of a job is lost, its job.lost is set, and its result is dropped; the handler goes on for the other
-        jobs. The handler is cancelled when the leases of all its jobs are lost (see `cancel_lost`). The whole batch
-        fails as `windrow.TimedOut` after `timeout`, or sooner if the max_runtime of one of its jobs is over.
+        If the lease of a job is lost, its job.lost is set, and its result is dropped; the handler continues for the
+        other jobs. The handler is cancelled when the leases of all its jobs are lost (see `cancel_lost`). The whole
+        batch fails as `windrow.TimedOut` after `timeout`, or sooner if the max_runtime of one of its jobs is over.
         Middleware is not called, because it takes single jobs.
 
         Raises InvalidRequest if no kind is given, if a kind already has a handler, or if a number is out of range.
@@ -315,7 +315,7 @@ class Worker:
         return register
 
     async def run(self) -> None:
-        """Works until stop(), or, in the main thread, until SIGTERM or SIGINT. It leaves both signals alone if the
+        """Works until stop(), or, in the main thread, until SIGTERM or SIGINT. It does not handle these signals if the
         program handles SIGTERM itself, as a web server does. A worker can run only once.
 
         To shut down, the worker takes no more jobs and releases the jobs that have not begun. It gives handlers `grace`
@@ -329,7 +329,7 @@ class Worker:
         Raises a WindrowError that no retry can fix, such as PermissionDenied or RouterTooOld. If the task of run() is
         cancelled, the worker cancels its handlers and releases their jobs. If routers refuse the token after they have
         accepted one, and `token` is a function, the worker does not give up for a minute: it calls the function again
-        and again, and tries the tokens that it gets. Meanwhile handlers go on, and an error of the function is only
+        and again, and tries the tokens that it gets. Meanwhile handlers continue, and an error of the function is only
         logged.
         """
         if self._loop is not None:
@@ -524,7 +524,7 @@ class Worker:
             raise _Interrupted from error
         finally:
             for held in batch:
-                # The batch refers to all its leases. Break the cycle, so that the garbage collector need not.
+                # The batch refers to all its leases. Break the cycle, so that the garbage collector need not do so.
                 held.task = held.batch = None
                 del self._running[held]
             self._changed.set()
@@ -533,7 +533,7 @@ class Worker:
 
     async def _run_waiting(self) -> None:
         """Runs waiting jobs, one after another, until a handler suspends: that handler keeps the task for itself, and
-        another task goes on with the jobs that wait. So only handlers that suspend cost a task."""
+        another task continues with the jobs that wait. So only handlers that suspend cost a task."""
         task = asyncio.current_task()
         assert task is not None
         self._is_starting = False
@@ -584,7 +584,7 @@ class Worker:
                     self._settlements.wake.set()
                 if suspended or task.cancelling():
                     # The handler may have left something in the task, such as a late cancellation: end the task, so
-                    # that no other job meets it.
+                    # that this cannot affect another job.
                     return
                 if now - turn_began > _BUSY_S_MAX:
                     await asyncio.sleep(0)
@@ -671,7 +671,7 @@ class Worker:
         if held.lost or held.settling:
             return
         if held.in_thread:
-            # The thread goes on: do not release the job, so that no other worker gets it before the lease ends.
+            # The thread continues: do not release the job, so that no other worker gets it before the lease ends.
             log.warning("%s: %s still runs in its thread; its lease will expire", self.name, named(held.job))
             held.lost = True
             held.job.lost.set(LostReason.STOPPED)
@@ -758,6 +758,6 @@ class Worker:
 
 
 def _calls_of(client: Client, lease: bytes, reporter: Reporter, of: WorkflowNode) -> tuple[Client, Job]:
-    """Serves WorkflowNode.caller. Takes the lease and not the job: a job that referred to itself would keep its payload
-    until the garbage collector runs."""
+    """Serves WorkflowNode.caller. Takes the lease and not the job, because a job that referred to itself would keep its
+    payload until the garbage collector runs."""
     return client, Job(lease=lease, workflow=of, reporter=reporter)
