@@ -95,7 +95,8 @@ def unavailable(error: ShardUnavailable) -> CommandFailed:
 
 
 def quiet() -> None:
-    """Silences the log of failed tries in commands that keep no log: they report the last failure themselves."""
+    """Silences the log of failed tries in commands that keep no log, because these commands report the last failure
+    themselves."""
     if not logging.getLogger().handlers:
         logging.getLogger("shard.postgres.breaker").setLevel(logging.ERROR)
 

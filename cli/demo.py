@@ -1,5 +1,5 @@
-"""`windrow demo`: sends recorded pushes of real organizations through a local cluster, and checks that each is counted
-exactly once.
+"""`windrow demo`: sends recorded pushes of real organizations through a local cluster, and checks that each push is
+counted exactly once.
 
 This module only orchestrates and displays; the application code is in examples/pushes. A run passes only if the totals
 are exactly equal, every acknowledged job is found succeeded, and the books of every shard balance.
@@ -225,7 +225,7 @@ class Workers:
                 stdin=PIPE,
                 cwd=_ROOT,
                 env=self._environ,
-                # Ctrl-C in the terminal must reach only this process, which ends the workers in order.
+                # Ctrl-C in the terminal must reach only this process, which ends the workers gracefully.
                 start_new_session=True,
             )
             self._running[number] = process
@@ -376,7 +376,7 @@ async def _judge(run: Run, cluster: LocalCluster, stub: cluster_pb2_grpc.Cluster
 
 
 async def compare(database: str, pushes: Sequence[Push]) -> list[Difference]:
-    """Returns where the application's totals differ from totals of the pushes, computed in memory."""
+    """Returns where the application's totals differ from the totals of the pushes that are computed in memory."""
     async with tables.open_pool(database) as pool, pool.connection() as connection:
         return differences(total(pushes), await tables.read_totals(connection))
 
@@ -533,7 +533,7 @@ async def _run_with(work: Coroutine[Any, Any, None], *background: Coroutine[Any,
 
 
 def _stop_on_sigterm() -> None:
-    """Makes SIGTERM end this process in order, as Ctrl-C does."""
+    """Makes SIGTERM end this process gracefully, as Ctrl-C does."""
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
 
 

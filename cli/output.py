@@ -260,7 +260,7 @@ def counting(what: str) -> Generator[Progress | None, None, None]:
 @contextlib.contextmanager
 def counting_to(total: int | None, what: str) -> Generator[Callable[[int], None], None, None]:
     """Shows a progress bar on standard error if that is a terminal, and otherwise a line from time to time. Yields a
-    function that sets how many are done. `total`: None if it is unknown."""
+    function that sets how many items are done. `total`: how many items there are; None if that is unknown."""
     if not sys.stderr.isatty():
         yield _noting(total, what)
         return

@@ -44,7 +44,7 @@ class _Figures:
     away: Sequence[str]
 
 
-# Looks for the figures. The arguments: how many rows at most, and how old the figures may be.
+# Gets the figures. The arguments: how many rows at most, and how old the figures may be.
 _Look = Callable[[int, timedelta], _Figures]
 
 

@@ -455,7 +455,8 @@ def _levels(nodes: Sequence[workflows_pb2.NodeInfo]) -> dict[str, int]:
     """Returns, for each node, the length of the longest chain of nodes that it waits for."""
     after = {node.name: [edge.node for edge in node.after] for node in nodes}
     levels: dict[str, int] = {}
-    # Sort: the list has a node's parents before the node, except the parents that its own job has added.
+    # Sort the nodes, because the list has a node's parents before the node, except the parents that its own job has
+    # added.
     for name in TopologicalSorter(after).static_order():
         levels[name] = max((levels[parent] + 1 for parent in after.get(name, ())), default=0)
     return levels
