@@ -67,7 +67,7 @@ class Node:
         await asyncio.to_thread(self.cluster.start, _START_S_MAX)
 
     async def start_anew(self, *, standby_of: Node) -> None:
-        """Starts this node as the standby of another node, with a fresh copy of that node's data."""
+        """Starts this node as the standby of another node, with a new copy of that node's data."""
         await asyncio.to_thread(self.cluster.close)
         self.cluster = self._new(standby_of)
         await self.start()
@@ -241,7 +241,7 @@ class Shard:
                     raise
 
     async def rebuild(self) -> None:
-        """Makes the other node a standby of the primary, with a fresh copy of the primary's data."""
+        """Makes the other node a standby of the primary, with a new copy of the primary's data."""
         assert self.standby is not None, f"{self.name} has one node"
         await self.standby.start_anew(standby_of=self.primary)
         await self.synchronize()
@@ -296,8 +296,8 @@ async def until(holds: Callable[[], object], what: str, *, within_s: float) -> N
 async def open_shards(
     count: int, *, replicated: bool, roots: Mapping[str, Path]
 ) -> AsyncGenerator[Mapping[str, Shard], None]:
-    """Starts the shards s1, s2, … for this scope. `replicated`: whether s1 has a standby. `roots`: folders for data,
-    by the node's name. A node that is not in it gets any folder."""
+    """Starts the shards s1, s2, … for this scope. `replicated`: whether s1 has a standby. `roots`: folders for data, by
+    the node's name. A node without an entry gets any folder."""
     shards: dict[str, Shard] = {}
     async with contextlib.AsyncExitStack() as stack:
         for name in (f"s{number}" for number in range(1, count + 1)):

@@ -73,7 +73,7 @@ async def finish(process: Process) -> None:
 
 
 async def end(process: Process, *, seconds_max: float = _END_S_MAX) -> None:
-    """Closes a process's input so that it ends, and kills it if it does not."""
+    """Closes a process's input so that the process ends. Kills the process if it does not end."""
     assert process.stdin is not None
     process.stdin.close()
     await _ended(process, seconds_max)

@@ -46,7 +46,8 @@ class _Link:
 
     client: tuple[asyncio.StreamReader, asyncio.StreamWriter]
     server: tuple[asyncio.StreamReader, asyncio.StreamWriter]
-    # The cut that will lose the present answer, which is held back until it is complete. None: no answer will be lost.
+    # The cut that will lose the current answer. This answer is held back until it is complete. None: no answer will be
+    # lost.
     losing: Cut | None = None
     held_back: bytearray = field(default_factory=bytearray)
     # The last bytes that the client sent. They are kept because a pattern may arrive in two pieces.

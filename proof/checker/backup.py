@@ -138,7 +138,7 @@ class Backup:
 
 
 def books_have(row: Row, settle: Settle) -> bool:
-    """Returns whether a job's row contains a settle that was answered OK. True if the row cannot tell."""
+    """Returns whether a job's row contains a settle that was answered OK. True if the row does not show it."""
     verb, number = settle.call.verb, settle.lease.number
     if verb is Verb.EXTEND:
         return True

@@ -2,7 +2,7 @@
 succeeded.
 
 A cluster promises less: a job may come again after a lease has ended. But nothing ends a lease early if no process is
-killed and every worker ends in order.
+killed and every worker ends in an orderly way.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ shard's ownership before this change commits. The next shard's ownership begins 
 clock, the first ownership never ends later than the next one begins.
 
 A shard whose backup was restored has two histories. The history of the replaced database ends with the replacement. The
-history of the backup goes on, but it owns nothing until an operator accepts the loss.
+history of the backup continues, but the shard owns nothing until an operator accepts the loss.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def _epochs(owned: Sequence[Owned], restored: Restored | None = None) -> Iterato
 
 
 def _ends_arrival(before: Owned, now: Owned) -> bool:
-    """Returns whether this change only ends the arrival of a slot: the source has no job of it left, so groups get
-    their group slots here."""
+    """Returns whether this change only ends the arrival of a slot: the source has no more jobs of the slot, so groups
+    get their group slots on this shard."""
     return before.arriving and not now.arriving and now.chunk == before.chunk
 
 
