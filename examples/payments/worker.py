@@ -26,7 +26,8 @@ def take(bank: str, order: dict[str, str | int]) -> bool:
     request = Request(
         f"{bank}/charges",
         data=json.dumps({"customer": order["customer"], "cents": order["cents"]}).encode(),
-        # The key is the order's id, and not that of a job or an attempt: whoever asks again, it is the same payment.
+        # The key is the order's id, and not that of a job or an attempt: no matter who asks again, it is the same
+        # payment.
         headers={"Content-Type": "application/json", "Idempotency-Key": str(order["order"])},
     )
     try:

@@ -62,7 +62,8 @@ class Difference(NamedTuple):
 
 
 def read_pushes(path: Path = EVENTS, *, most: int | None = None) -> list[Push]:
-    """Reads the pushes of a gzipped file of JSON lines, in recorded order; only the first `most` if given."""
+    """Reads the pushes of a gzipped file of JSON lines, in recorded order. `most`: reads only the first `most`
+    pushes."""
     with gzip.open(path, "rb") as lines:
         return [Push.from_json(line) for line in islice(lines, most)]
 

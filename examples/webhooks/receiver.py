@@ -57,7 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         is_new = self.effects.apply(self.path, self.headers.get("Idempotency-Key", ""))
         if random.random() < self.hang:
-            # The event took effect, and the sender does not learn of it.
+            # The event took effect, but the sender is not told so.
             self.ended.wait(60)
             return
         self._answer(200, {"new": is_new})
