@@ -43,8 +43,8 @@ SHARDS = ("s1", "s2")
 ROUTERS = 2
 WORKERS = 2
 
-# How often and where faults occur. A killed worker's jobs come back when their visibility window ends, so with faults
-# the window is short.
+# How often and where faults occur. A killed worker's jobs come back when their visibility window ends, so the window is
+# short in runs with faults.
 WORKER_KILLED_EVERY_S = 1.0
 ROUTER_KILLED_EVERY_S = 3.0
 POSTGRES_KILLED = "s1"
@@ -117,7 +117,7 @@ def run_demo(*, events: int | None = None, faults: bool = False, seconds: float 
     spread over `seconds`, so that there is time for faults.
     """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
-    # Use a file without a name, which disappears however this process ends.
+    # Use a file without a name, which disappears no matter how this process ends.
     with tempfile.TemporaryFile() as log:
         try:
             with standard_error_to(log.fileno()):
@@ -204,7 +204,7 @@ async def _application() -> AsyncGenerator[str, None]:
 
 class Workers:
     """Worker processes. A worker that was killed is restarted. The workers end when their standard input closes, so
-    they end with this process, however it ends."""
+    they end with this process, no matter how it ends."""
 
     def __init__(self, *, address: str, database: str, orgs: Sequence[str], window_s: float) -> None:
         self._command = (

@@ -232,8 +232,8 @@ def working(text: str) -> Generator[Status | None, None, None]:
 
 @contextlib.contextmanager
 def counting(what: str) -> Generator[Progress | None, None, None]:
-    """Shows a progress bar on standard error for a count with an unknown end. Shows no bar if standard error is not a
-    terminal. Also shows no bar if standard output is a terminal, because there the answers themselves show the
+    """Shows a progress bar on standard error for a count whose total is not known yet. Shows no bar if standard error
+    is not a terminal. Also shows no bar if standard output is a terminal, because there the answers themselves show the
     progress."""
     if not sys.stderr.isatty() or sys.stdout.isatty():
         yield None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cli.calls import Router
     from windrow.v1 import admin_pb2
 
-# Looks take at most 1/_REST of the time, so that shards are not busy with counting, however many jobs they have.
+# Looks take at most 1/_REST of the time, so that shards are not busy with counting, no matter how many jobs they have.
 _REST = 20
 # How many lines of the screen are not rows: two heads, the line for trouble, and an empty line that prevents scrolling.
 _HEADS = 4

@@ -416,7 +416,7 @@ def _signal(call: Call, told: _Tale) -> Signal:
 
 
 def _added_jobs(added: Addition) -> Iterator[Enqueue]:
-    """Yields the jobs of an acknowledged addition as stored jobs, whichever call stored them."""
+    """Yields the jobs of an acknowledged addition as stored jobs, no matter which call stored them."""
     # The answer says how many nodes were new, but not which.
     all_new = added.stored == len(added.nodes)
     for job in added.jobs.values():

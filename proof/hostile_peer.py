@@ -317,7 +317,8 @@ class HostilePeer:
                 if "END_STREAM" in frame.flags:
                     self._end_stream(frame.stream_id)
             case RstStreamFrame():
-                # A server also resets a stream that it has ended, if further frames come on it. Do not count that.
+                # A server also resets a stream that it has ended, if further frames come on it. Do not count such a
+                # reset.
                 if frame.stream_id not in self._ended:
                     seen.resets[_known(ErrorCodes, frame.error_code)] += 1
                 self._end_stream(frame.stream_id)

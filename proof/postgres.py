@@ -271,7 +271,7 @@ _connect = retry(
 
 
 def ask(dsn: str, statement: str) -> list[tuple[Any, ...]]:
-    """Runs one statement on a connection of its own. Waits while the server has no connection left: a fault may take
+    """Runs one statement on a connection of its own. Waits while the server has no free connection: a fault may take
     all connections, for a moment even those that are reserved for superusers."""
     with _connect(dsn, autocommit=True, connect_timeout=_ANSWER_S_MAX) as connection:
         cursor = connection.execute(statement.encode())
@@ -316,7 +316,7 @@ async def _serving(node: Node, proxy: Proxy) -> AsyncGenerator[None, None]:
         try:
             port = node.cluster.port
         except EmbeddedError:
-            # The node's server is being created anew.
+            # The node's server is being replaced by a new one.
             writer.transport.abort()
         else:
             await proxy.serve("127.0.0.1", port, client, writer)

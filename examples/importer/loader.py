@@ -56,7 +56,7 @@ def work(client: windrow.SyncClient, job: windrow.Job, *, window_s: float, slow_
         else:
             client.ack(job, result={"rows": done.jobs, "known": done.duplicates})
     except windrow.WindrowError as error:
-        # The lease expires, and the job comes back.
+        # The lease expires, and the job is delivered again.
         log.warning("the outcome of job %s is not reported: %s", job.id, error)
 
 

@@ -2,7 +2,7 @@
 
 python -m examples.newsletter.mail_server --port 9200 --rate 50
 
-`POST /messages` with an Idempotency-Key sends a message once. `GET /` tells what came.
+`POST /messages` with an Idempotency-Key sends a message once. `GET /` shows how many messages were sent and refused.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 python -m examples.payments.bank --port 9100 --file bank.db
 
 `POST /charges` with {"customer": "ada", "cents": 500} and an Idempotency-Key answers whether the money was taken; with
-a key that it knows, it answers as before. `POST /hold` makes charges wait until `POST /resume`. `GET /` tells what was
+a key that it knows, it answers as before. `POST /hold` makes charges wait until `POST /resume`. `GET /` shows what was
 taken.
 """
 

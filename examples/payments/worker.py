@@ -50,7 +50,7 @@ def make_worker(org: str, bank: str, file: Path, *, window_s: float) -> windrow.
         # A declined payment is an answer, and not a failure, so there is nothing to try again.
         state = "paid" if take(bank, order) else "declined"
         if not orders.write(order["order"], state, fence):
-            # The lease has ended, so whatever is returned here changes nothing at Windrow either.
+            # The lease has ended, so the returned value changes nothing in Windrow either.
             _log.warning("%s: attempt %d is late; another worker has the order", order["order"], job.attempt)
             return None
         return {"state": state}

@@ -2,7 +2,7 @@
 
 python -m examples.webhooks.receiver --port 9000 --fail 0.2 --hang 0.05
 
-`POST /gone…` answers 410 until somebody sends `POST /repair`. `GET /` tells what came and what took effect.
+`POST /gone…` answers 410 until somebody sends `POST /repair`. `GET /` shows what came and what took effect.
 """
 
 from __future__ import annotations

@@ -149,8 +149,8 @@ def _is_accepted(now: Owned, restored: Restored) -> bool:
 
 
 def _as_obeyed(owned: Sequence[Owned], restored: Restored) -> list[Owned]:
-    """Returns what counted as each shard's knowledge, in order. Between the replacement and the acceptance, the
-    restored shard counted as the owner of nothing."""
+    """Returns the changes that counted as each shard's knowledge, in their order. Between the replacement and the
+    acceptance, the restored shard counted as the owner of nothing."""
     others = [now for now in owned if now.shard != restored.shard]
     since = [now for now in owned if now.shard == restored.shard and now.at_s >= restored.accepted_s]
     by_then = [now for now in owned if now.shard == restored.shard and now.at_s < restored.accepted_s]

@@ -25,7 +25,7 @@ def find_instants(schedule: Schedule, created_us: int) -> tuple[set[int], set[in
     steps = [(created_us, created_us, schedule.terms)]
     must, may = set[int](), set[int]()
     open_us = ends_us
-    # If all terms have the same timing, the instants are the same, whichever terms were in force.
+    # If all terms have the same timing, the instants are the same, no matter which terms were in force.
     is_steady = all(terms.every_us == schedule.terms.every_us for _, _, terms in schedule.alterations)
     for began_us, ended_us, terms in () if is_steady else schedule.alterations:
         if ended_us is None:

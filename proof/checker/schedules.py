@@ -10,7 +10,7 @@ after the backup was made, and contains schedules that moved away after that.
 
 A call of an operator took effect at some moment between its beginning and its answer. If it was not answered, it may
 have taken effect at any later time. So a pause is certain only until the first unanswered call that may have resumed
-the schedule, and instants are certain only until the first unanswered call that may have altered it. Operators make one
+the schedule. Instants are certain only until the first unanswered call that may have altered it. Operators make one
 call after another. Their clock is that of the shards, because all processes of a run are on one machine.
 """
 
@@ -139,7 +139,7 @@ def _jobless(backup: Backup, schedule: Schedule, run: Run, jobs: Mapping[str, Ru
 
 
 def _triggered(schedule: Schedule, runs: Sequence[Run]) -> Iterator[Violation]:
-    """Checks that each call that triggers a run has stored one job, however often it was repeated."""
+    """Checks that each call that triggers a run has stored one job, no matter how often the call was repeated."""
     of_request: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for run in runs:
         if run.request is not None:

@@ -1,5 +1,5 @@
-"""Checks I1 (every acknowledged job exists, and a router finds it) and I3 (every job exists once, however often it was
-enqueued).
+"""Checks I1 (every acknowledged job exists, and a router finds it) and I3 (every job exists once, no matter how often
+it was enqueued).
 
 If a backup was restored, the jobs that the backup lacks may be missing, and may be stored again
 (proof/checker/backup.py).

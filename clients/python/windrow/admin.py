@@ -38,9 +38,9 @@ from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2
 _PAGE_MAX = 1000
 # The limit of one purge or redrive call: a larger call would hold its locks for too long.
 _CHANGE_MAX = 1000
-# The client does not repeat a purge or redrive that has failed, whatever its status: the call may have changed jobs,
-# and a second call would change further jobs. It repeats the call only after the refusals in _NOT_DONE, which say that
-# nothing was done (docs/errors.md).
+# If a purge or redrive has failed, the client does not repeat it, no matter which status it got: the call may have
+# changed jobs, and a second call would change further jobs. It repeats the call only after the refusals in _NOT_DONE,
+# which say that nothing was done (docs/errors.md).
 _ANY = frozenset(StatusCode)
 _NOT_DONE = ("ROUTER_FULL", "TOO_MANY_CHANGES")
 
@@ -118,7 +118,7 @@ class JobPage:
 
 
 class JobConditions(TypedDict, total=False):
-    """The arguments of list_jobs that iter_jobs takes too."""
+    """The arguments of list_jobs that iter_jobs accepts, too."""
 
     state: JobState | None
     states: Iterable[JobState]
@@ -152,7 +152,7 @@ class QueueStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """The counts of queues, by name."""
+    """The counts of each queue, by the queue's name."""
 
     queues: Mapping[str, QueueStats]
     # Shards of the org that did not answer: their jobs are not counted.
@@ -247,7 +247,7 @@ class AdminCalls:
             return await self.update_queue(queue, **settings)
 
     async def pause_queue(self, queue: str) -> QueueRecord:
-        """Stops giving the queue's jobs to consumers; enqueues, acks and leases go on. Raises NotFound."""
+        """Stops giving the queue's jobs to consumers; enqueues, acks and leases continue. Raises NotFound."""
         request = admin_pb2.PauseQueueRequest(org=self.org, queue=queue)
         return _read_queue((await self._ask(lambda stub: stub.PauseQueue, request)).queue)
 

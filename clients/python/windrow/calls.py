@@ -106,8 +106,8 @@ class CallFailure:
 
 
 def pause_s(failure: CallFailure, *, tries: int, luck: float, final: Collection[StatusCode] = FINAL) -> float | None:
-    """Returns how long to wait before the next try, or None if there must be no further try. None follows a status in
-    `final`. `luck` is a random number, uniform in [0, 1).
+    """Returns how long to wait before the next try, or None if there must be no further try, for example because the
+    status is in `final`. `luck` is a random number, uniform in [0, 1).
 
     The pause is the time that the router asked for, plus exponential backoff with full jitter
     (aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter). If the router asked for a time, the
@@ -235,8 +235,8 @@ class Calls:
                 why = f"a retry in {asked_s:g} s would exceed the timeout of {round(budget_s, 1):g} s" if late else ""
                 raise self._error(verb, failure, tries=tries, spent_s=spent_s, no_retry=why) from cause
             if not self._heard and failure.code is StatusCode.UNAVAILABLE and not failure.reason:
-                # Most likely the address is wrong. Log it now, so that whoever starts the program need not wait for the
-                # timeout.
+                # Most likely the address is wrong. Log it now, so that the user who starts the program need not wait
+                # for the timeout.
                 log.warning("no router answers at %s; trying again: %s", self.address, failure.message)
             self._heard = True
             with suppress(TimeoutError):

@@ -208,7 +208,7 @@ class Channels:
         return True
 
     async def tls_fault(self) -> str | None:
-        """Returns why TLS prevents connections, or None if it does not. Connects anew if the files have changed."""
+        """Returns why TLS prevents connections, or None if it does not. Connects again if the files have changed."""
         now_s = time.monotonic()
         if self._looking is None or now_s - self._looked_at_s >= _LOOK_S:
             self._looked_at_s = now_s

@@ -1,6 +1,6 @@
-"""The asyncio client, with one method for each call of the queue service. Its other methods are in admin.py (the admin
-service), job_changes.py (changes of stored jobs), schedules.py and workflow_calls.py. calls.py has retries and
-connections.
+"""The asyncio client, with one method for each call of the queue service. The other methods of the client are in
+admin.py (the admin service), job_changes.py (changes of stored jobs), schedules.py and workflow_calls.py. calls.py has
+retries and connections.
 """
 
 from __future__ import annotations
@@ -209,9 +209,9 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
     async def enqueue(self, queue: str, kind: str, payload: Payload = b"", **options: Unpack[JobOptions]) -> Enqueued:
         """Stores one job durably. `options` are the other fields of NewJob. Returns after the job is committed.
 
-        Jobs that are enqueued at the same time share calls of at most 1,000 jobs. This delays none of them, and each
-        has its own outcome. If the caller is cancelled before the job is sent, the job is not stored. If the caller is
-        cancelled later, the job may be stored.
+        Jobs that are enqueued at the same time share calls of at most 1,000 jobs. No job waits for other jobs to join
+        its call, and each job has its own outcome. If the caller is cancelled before the job is sent, the job is not
+        stored. If the caller is cancelled later, the job may be stored.
 
         Raises InvalidJob. After DeadlineExceeded or Unavailable, the job may be stored. To retry without storing a
         second job, pass the error's `made_ids[0]` as `id`. Other ways: pass the same `id` (windrow.uuid7()) or
@@ -617,8 +617,8 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
 
     async def find_job(self, queue: str, dedup_key: str, *, include_payload: bool = False) -> JobRecord | None:
         """Looks a job up by its dedup key. Returns the job whose key counts now, so that an enqueue with this key would
-        be a duplicate of it. Returns None if there is none. If the key counts for two jobs, as the live key of one and
-        for a window of the other, returns the job with the live key."""
+        be a duplicate of it. Returns None if there is none. If the key counts for two jobs (as the live key of one, and
+        for a window of the other), returns the job with the live key."""
         request = queue_pb2.FindJobRequest(
             org=self.org,
             queue=checked_text("queue", queue),

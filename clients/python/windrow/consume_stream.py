@@ -55,7 +55,8 @@ class ConsumeStream:
     """The consumer's side of the Consume call.
 
     `jobs_wanted` returns how many more jobs the worker would take now. `take` is called with received jobs and the time
-    of their receipt (monotonic seconds), `revoked` with leases that have ended although the worker did not end them.
+    of their receipt (monotonic seconds). `revoked` is called with leases that have ended although the worker did not
+    end them.
     """
 
     def __init__(

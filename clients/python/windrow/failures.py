@@ -15,7 +15,7 @@ from windrow.v1 import job_pb2
 _CUT = "... (older frames are left out)\n"
 # A traceback may be extremely long, for example after an error in a deep recursion.
 _STACK_PARTS_MAX = 10_000
-# The message of an error is also stored separately. So a long message must not take the room of the frames in the
+# The message of an error is also stored separately. So a long message must not use up the space of the frames in the
 # stack.
 _PART_CHARS_MAX = 1_000
 _BARE_MODULES = frozenset({"builtins", "__main__"})

@@ -18,7 +18,7 @@ from windrow.leases import HeldLease, log
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 
-# Up to this many threads of handlers that timed out take no place of the worker. Each further thread keeps its place
+# Up to this many threads of handlers that timed out occupy no place of the worker. Each further thread keeps its place
 # until it ends. None of these threads can be stopped, and each may run for ever.
 _ABANDONED_MAX = 1000
 

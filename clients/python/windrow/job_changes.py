@@ -195,7 +195,7 @@ class JobChanges(AdminCalls):
         on_progress: OnProgress | None = None,
     ) -> BulkChange:
         """Cancels the jobs that meet the conditions, at most `limit`, in small steps with pauses. A job that starts to
-        meet the conditions meanwhile may be left out. At least one condition must be given besides `states` and
+        meet the conditions meanwhile may be left out. At least one condition must be given in addition to `states` and
         `not_killed`.
 
         `dry_run`: only finds the jobs. `on_progress` is called after each step. After an error, call again: cancelled

@@ -184,8 +184,8 @@ class Enqueued:
 
 
 def newly_stored(ids: Iterable[str]) -> list[Enqueued]:
-    """Returns the results for jobs that are all newly stored. Sets only the ids, because the class has the defaults:
-    this takes a fifth of the time."""
+    """Returns the results for jobs that are all newly stored. Sets only the ids, because the class has the defaults.
+    This takes a fifth of the time that calls of Enqueued() would take."""
     results: list[Enqueued] = []
     for id_ in ids:
         stored = _new(Enqueued)
@@ -417,7 +417,7 @@ def listed_ids(ids: Iterable[str], name: str = "ids") -> list[str]:
 
 
 class _Unfrozen:
-    """A Job whose fields can be set. It becomes a Job when its class is set."""
+    """An object with the fields of a Job, which can be set. It becomes a Job when its class is set."""
 
     __slots__ = tuple(field.name for field in fields(Job))
 

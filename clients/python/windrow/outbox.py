@@ -176,7 +176,7 @@ async def _add_async(connection: psycopg.AsyncConnection[Any], parameters: dict[
 
 
 class Relayed(NamedTuple):
-    """Counts of the jobs of one batch: sent, set aside, and left for a retry because their org could not be reached."""
+    """Counts of the jobs of one batch: sent, set aside, and kept for a retry because their org could not be reached."""
 
     sent: int = 0
     set_aside: int = 0
@@ -399,7 +399,7 @@ class Relay:
                     await self._send_org(request, sent, bad)
 
         async with asyncio.TaskGroup() as group:
-            # Orgs that could not be reached the last time come last.
+            # Begin with the orgs that could be reached the last time.
             for request in sorted(requests.values(), key=lambda request: request.org in self._resting):
                 group.create_task(send(request))
         return sent, bad
@@ -457,8 +457,8 @@ class Relay:
 
 
 def _concerns_every_org(error: WindrowError) -> bool:
-    """Returns whether no retry helps, whichever org's jobs are sent. The token may be for one org only, so any other
-    PermissionDenied may concern only the org that was refused."""
+    """Returns whether no retry helps, no matter which org's jobs are sent. The token may be for one org only, so any
+    other PermissionDenied may concern only the org that was refused."""
     if isinstance(error, PermissionDenied):
         return isinstance(error, Unauthenticated) or error.reason == _SCOPE_MISSING
     return isinstance(error, TlsFailed | RouterTooOld | ClientClosed)

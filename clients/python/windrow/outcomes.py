@@ -1,5 +1,5 @@
-"""The outcomes that a worker reports about a lease. Each adds itself to a message of the stream. Handlers raise Retry,
-Snooze or Kill to choose an outcome."""
+"""The outcomes that a worker reports about a lease. Each outcome adds itself to a message of the stream. Handlers raise
+Retry, Snooze or Kill to choose an outcome."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class Outcome(Exception):
 
     def _failure(self, *, message: str, permanent: bool = False) -> Failure:
         """Returns the failure to store. `message` is used if no reason was given. The names Retry and Kill say nothing
-        about the cause, so the failure's type is that of the error from which they were raised, if there is one."""
+        about the cause. So if they were raised from an error, the failure has the type of this error."""
         failure = failure_of(self, message=message, permanent=permanent)
         if type(self) in (Retry, Kill):
             cause = self.__cause__

@@ -27,7 +27,7 @@ from windrow.v1 import queue_pb2
 ENTRIES_MAX = 1000
 # A result may have 64 KiB. This bound keeps a message well below the largest message that is allowed.
 _BYTES_MAX = 4 * 1024 * 1024
-# The most bytes that an entry has besides its lease and its texts: tags, lengths, a retry_after.
+# How many bytes an entry has at most in addition to its lease and its texts: tags, lengths, a retry_after.
 _ENTRY_BYTES = 32
 _RELEASE, _EXTEND = Released(), Extended()
 UNANSWERED_MAX = 2

@@ -62,8 +62,8 @@ async def _run_all(services: tuple[Service, ...]) -> None:
 def stopped_by_signals(stop: Callable[[], None], *, always: bool = False) -> Generator[None]:
     """Calls `stop` on the first two signals. Does nothing outside the main thread, or if the event loop has no signal
     support. Also does nothing if the program handles SIGTERM itself, as a web server does, unless `always` is true. If
-    this function took the signals from such a server, the server would not end, and a handler that the server had set
-    in the event loop could not be restored."""
+    this function took over the signals of such a server, the server would not end, and a handler that the server had
+    set in the event loop could not be restored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -82,7 +82,7 @@ def stopped_by_signals(stop: Callable[[], None], *, always: bool = False) -> Gen
         yield
     finally:
         _stops.remove(stop)
-        # The last service to end restores the handlers, in whatever order they started.
+        # The last service to end restores the handlers, no matter in which order the services started.
         if not _stops:
             _restore()
 

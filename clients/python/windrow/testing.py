@@ -137,7 +137,8 @@ async def run_job(
 
     handlers.open(worker.concurrency)
     try:
-        # Like a worker, give the handler a task of its own. Its code may cancel this task: then the attempt has failed.
+        # Like a worker, give the handler a task of its own. The handler's code may cancel this task; the attempt has
+        # then failed.
         handling = asyncio.create_task(handle())
         try:
             action = await handling

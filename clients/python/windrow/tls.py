@@ -117,7 +117,8 @@ def credentials(pem: Pem) -> grpc.ChannelCredentials:
 
 
 def pem_text(content: bytes) -> str:
-    """Returns a PEM file as `ssl` takes it: in ASCII. The comments in a file of CAs may have other characters."""
+    """Returns a PEM file in the form that `ssl` needs: ASCII. The comments in a file of CAs may have other
+    characters."""
     return content.decode("ascii", "ignore")
 
 

@@ -76,7 +76,8 @@ class Refusals:
         self._may_change = tokens is not None and tokens.may_change
         # A router has accepted a token of this caller.
         self._accepted = False
-        # The time of the first refusal after the last acceptance, in monotonic seconds. None: no refusal came since.
+        # The time of the first refusal after the last acceptance, in monotonic seconds. None: there was no refusal
+        # since then.
         self._since: float | None = None
 
     def accepted(self) -> None:

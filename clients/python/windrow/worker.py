@@ -1,7 +1,7 @@
 """The worker: takes jobs from a stream, runs their handlers, and reports the outcomes.
 
 consume_stream.py has the stream, leases.py the leases, handlers.py the handlers, and settlements.py the reports. This
-module decides how many jobs to ask for and when each begins, and shuts the worker down.
+module decides how many jobs to ask for and when each job begins, and shuts the worker down.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Worker:
     - `orgs` (default: the client's org): `windrow.ALL` takes jobs of every org of the cluster; job.org names the org.
       The client needs a key for all orgs with the scopes consume and cluster. Orgs share the time of such workers by
       their weights (`windrow weights`): an org is charged for as long as its jobs are leased, even if they only wait in
-      a worker. So the default of `prefetch` is then 0: the worker takes a job only when it can begin.
+      a worker. So the default of `prefetch` is 0 for such a worker: it takes a job only when the job can begin.
     - `concurrency` (1 to 1,000; default 10): how many handlers run at the same time.
     - `prefetch` (0 to 5,000; default: 5 × concurrency, at least 100): how many jobs may wait in the worker besides the
       jobs that run, so that handlers need not wait for jobs. The longer handlers take, the fewer jobs the worker
@@ -256,10 +256,10 @@ class Worker:
         their order: the value that a handler of single jobs would return, or an exception for this job alone, such as
         Retry("why"). If the batch handler raises, all its jobs fail, or are snoozed, in the same way.
 
-        A batch has 1 to `max_jobs` (1 to 1,000) jobs. Each takes one of the worker's places, so `concurrency` should be
-        a few times `max_jobs`. A batch begins at once if it is full, or if there is no place for more jobs. Otherwise
-        it waits for more jobs, until its first job has been in the worker for `max_wait` (s, or timedelta; at most
-        60 s).
+        A batch has 1 to `max_jobs` (1 to 1,000) jobs. Each job takes one of the worker's places, so `concurrency`
+        should be a few times `max_jobs`. A batch begins at once if it is full, or if there is no place for more jobs.
+        Otherwise it waits for more jobs, until its first job has been in the worker for `max_wait` (s, or timedelta; at
+        most 60 s).
 
         If the lease of a job is lost, its job.lost is set, and its result is dropped; the handler continues for the
         other jobs. The handler is cancelled when the leases of all its jobs are lost (see `cancel_lost`). The whole
@@ -323,7 +323,7 @@ class Worker:
         handler that catches its cancellation and returns, or whose clean-up fails; but if the handler raises Snooze,
         Kill or a Retry with a delay, that is the job's outcome. It cannot stop a `def` handler: it sets job.lost, lets
         the lease expire, and run() returns. The process then ends when the handler's thread ends, or by the next
-        signal, because run() has restored the old signal handlers. It restores them after the second signal already, so
+        signal, because run() has restored the old signal handlers. After a second signal, it restores them at once, so
         a third signal ends the process even if a handler does not end when it is cancelled.
 
         Raises a WindrowError that no retry can fix, such as PermissionDenied or RouterTooOld. If the task of run() is
@@ -396,7 +396,7 @@ class Worker:
                 stream.cancel()
                 declaring.cancel()
 
-    # Taking jobs.
+    # The jobs that the worker takes.
 
     def _jobs_wanted(self) -> int:
         """Returns how many more jobs the worker would take now."""
@@ -455,7 +455,7 @@ class Worker:
         self._waiting_with(held).remove(held)
         self._settlements.give_back(held)
 
-    # Running handlers.
+    # The handlers that run.
 
     def _start_waiting(self) -> None:
         """Lets a task run waiting jobs, if there is a place for one more handler."""

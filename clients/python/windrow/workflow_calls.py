@@ -85,7 +85,7 @@ class WorkflowCalls:
         request.on_failed = policy_number(on_failed)
         if not request.nodes:
             return []
-        # Wait for the job's reports first: this call may end the lease, and the router takes no report about an ended
+        # Wait for the job's reports first: this call may end the lease, and the router refuses a report about an ended
         # lease.
         await job.reporter.stored(job.lease)
         response = await self._ask_workflows(lambda stub: stub.AddNodes, request)
@@ -182,8 +182,8 @@ class WorkflowCalls:
         result. The node ends when the nodes that it waits for have ended, too. Only the first signal counts. Returns
         False if there was one before, perhaps from an earlier try of this call whose answer was lost.
 
-        Raises NotFound. Raises FailedPrecondition if the node waits for no signal, or has ended without one, because
-        none came in time, or because the node was cancelled or skipped."""
+        Raises NotFound. Raises FailedPrecondition if the node waits for no signal, or has ended without one: no signal
+        came in time, or the node was cancelled or skipped."""
         try:
             content = encode(payload)
         except (TypeError, ValueError) as error:
