@@ -217,7 +217,8 @@ class Workers:
         self._killed: set[Process] = set()
 
     async def keep(self, number: int) -> None:
-        """Keeps one worker running until cancelled. Raises DemoFailed if it ends without being killed by kill()."""
+        """Keeps one worker running until cancelled. Raises DemoFailed if the worker ends without being killed by
+        kill()."""
         while True:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -335,7 +336,8 @@ async def _kill_routers(run: Run, cluster: LocalCluster) -> None:
 
 
 async def _kill_postgres(run: Run, cluster: LocalCluster, console: Console, seconds: float) -> None:
-    """Kills a Postgres after one third and two thirds of the enqueueing. It is restarted, and recovers from its WAL."""
+    """Kills a Postgres after one third and two thirds of the enqueueing. The server is restarted, and recovers from its
+    WAL."""
     for _ in range(POSTGRES_KILLS):
         await asyncio.sleep(seconds / (POSTGRES_KILLS + 1))
         await asyncio.to_thread(cluster.postgres[POSTGRES_KILLED].kill)
@@ -538,7 +540,7 @@ def _stop_on_sigterm() -> None:
 
 
 def _save_log(log: IO[bytes], console: Console) -> None:
-    """Saves the log of a failed run. Prints its end and the file's name."""
+    """Saves the log of a failed run. Prints the end of the log and the file's name."""
     log.seek(0)
     content = log.read()
     with tempfile.NamedTemporaryFile(prefix="windrow-demo-", suffix=".log", delete=False) as file:

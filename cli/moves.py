@@ -359,8 +359,8 @@ def drain(
 
 
 async def _drain(cluster: Cluster, name: ShardName, config: Path) -> Micros | None:
-    """Waits until the shard holds no slots. Returns the time at which the last slot left it, or None if it never held a
-    slot."""
+    """Waits until the shard holds no slots. Returns the time at which the last slot left the shard, or None if the
+    shard never held a slot."""
     from balancer.shards import open_shards
     from shard.postgres.leader_lock import leader_session
 

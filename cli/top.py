@@ -1,7 +1,7 @@
 """`windrow top`: the orgs of all shards, or the queues of one org, by their figures, live in a terminal.
 
 It shows only what routers know exactly; docs/operations.md says what is missing, and why. A look at the figures counts
-jobs: the more jobs there are, the longer it takes. So the pause between two looks grows with the time that a look
+jobs: the more jobs there are, the longer a look takes. So the pause between two looks grows with the time that a look
 takes.
 """
 

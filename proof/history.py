@@ -98,7 +98,7 @@ class Call:
 
     @property
     def took_s(self) -> float:
-        """Seconds from the time at which the call was due until its end. Infinity: it was never answered."""
+        """Seconds from the time at which the call was due until its end. Infinity: the call was never answered."""
         return math.inf if self.ended_s is None else self.ended_s - self.due_s
 
 

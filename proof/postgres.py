@@ -180,7 +180,7 @@ class Shard:
             await self.synchronize()
 
     async def synchronize(self) -> None:
-        """Makes the standby synchronous: from then on it has every commit."""
+        """Makes the standby synchronous: from then on, the standby has every commit."""
         await asyncio.to_thread(_set, self.primary, "synchronous_standby_names", "*")
         await until(lambda: self.is_synchronous, f"{self.name} has a synchronous standby", within_s=_WAIT_S_MAX)
 

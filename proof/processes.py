@@ -32,8 +32,8 @@ async def start(
     stderr: int | IO[bytes] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Process:
-    """Starts a process that runs this module of the checkout. Without `environ`, it inherits the environment of this
-    process."""
+    """Starts a process that runs this module of the checkout. Without `environ`, the new process inherits the
+    environment of this process."""
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", module, *arguments),
         stdin=stdin,

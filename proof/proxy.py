@@ -61,8 +61,8 @@ class _Link:
 
 
 class Proxy:
-    """A proxy, made by `open_proxy`. `answered` gets the bytes that a server has sent, and says whether its answer is
-    complete."""
+    """A proxy, made by `open_proxy`. `answered` is called with the bytes that a server has sent, and says whether the
+    server's answer is complete."""
 
     def __init__(self, answered: Callable[[bytes], bool]) -> None:
         self.port = 0

@@ -59,7 +59,7 @@ class Orders:
         )
 
     def write(self, order_id: str, state: str, fence: Fence) -> bool:
-        """Changes an order's state, unless a later lease has written. Returns whether it did.
+        """Changes an order's state, unless a later lease has written. Returns whether the state was changed.
 
         A later lease exists only after the earlier one has ended. So a late worker, such as one whose machine stood
         still for a minute, changes nothing any more. This works without a call to Windrow, and without a clock."""

@@ -80,7 +80,7 @@ def _instants(schedule: Schedule, one: Backfill) -> tuple[set[int], set[int]]:
 
 
 def _faults(run: Run, by: Sequence[Backfill], pauses: Sequence[tuple[int, int]]) -> Iterator[str]:
-    """Yields what is wrong with one decision. `by`: the calls that may have made it."""
+    """Yields what is wrong with one decision. `by`: the calls that may have made the decision."""
     if not by:
         yield "a backfill decided it, and nobody asked for that"
     elif run.skipped_for is not None and not (run.skipped_for == "overlap" and any(one.may_skip for one in by)):

@@ -65,7 +65,8 @@ class Row:
     stored_us: int = 0
     # The signal with which the job of a node succeeded. None: no signal ended the job.
     signal: str | None = None
-    # The time at which the job was cancelled because no signal had come in time. None: it was not cancelled for that.
+    # The time at which the job was cancelled because no signal had come in time. None: the job was not cancelled for
+    # this reason.
     unsignalled_us: int | None = None
 
 
@@ -83,7 +84,7 @@ class Flow:
     added: Mapping[str, str] = field(default_factory=dict[str, str])
     # The ids of the jobs that the end of the workflow releases.
     callbacks: frozenset[str] = frozenset()
-    # The workflow that this one retries. Empty: it is no retry.
+    # The workflow that this one retries. Empty: this workflow is no retry.
     retry_of: str = ""
     # The names of all nodes, by the ids of the nodes' jobs.
     names: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -130,7 +131,7 @@ class Change:
 class Backfill:
     """One try of a call of BackfillSchedule. Times are of the shards' clock."""
 
-    # The range of the backfill. The end is not part of it.
+    # The range of the backfill. The range does not include its end.
     begin_us: int
     end_us: int
     # Whether the overlap policy of the backfill may skip instants.

@@ -20,8 +20,8 @@ RUNS_KEPT = 20
 def find_instants(schedule: Schedule, created_us: int) -> tuple[set[int], set[int]]:
     """Returns the instants that must have been decided, and the instants that may have been decided."""
     ends_us = schedule.ends_us
-    # For each set of terms: the earliest time at which it may have come into force, and the time from which it
-    # certainly was in force.
+    # For each set of terms: the earliest time at which the terms may have come into force, and the time from which they
+    # certainly were in force.
     steps = [(created_us, created_us, schedule.terms)]
     must, may = set[int](), set[int]()
     open_us = ends_us

@@ -19,7 +19,7 @@ from proof.checker.evidence import CLOCK_US, Evidence, Row, State, Violation
 from proof.checker.workflows import LostJob, by_operators, lost_jobs
 from proof.history import Answer, Outcome, Signal
 
-# Errors that a signal never gets: it is given to a node that exists and waits for one.
+# Errors that a signal never gets, because each signal is given to a node that exists and waits for a signal.
 _WRONG_CODES = frozenset({"NOT_FOUND", "INVALID_ARGUMENT"})
 # The error if the node has ended without a signal, or will end without one.
 _REFUSED = "FAILED_PRECONDITION"

@@ -141,8 +141,9 @@ def lost_jobs(evidence: Evidence) -> dict[str, LostJob]:
 
 def by_operators(evidence: Evidence) -> Iterator[tuple[str, Cancel]]:
     """Yields the cancels that operators caused, each with the name of its node. An operator who cancels a workflow
-    cancels its jobs, but not its callbacks. An operator who then retries it cancels its dead callbacks. If the tables
-    lack the workflow, its jobs are those that clients know and those of `lost_jobs`; `check` reports this case."""
+    cancels its jobs, but not its callbacks. An operator who then retries the workflow cancels its dead callbacks. If
+    the tables lack the workflow, its jobs are those that clients know and those of `lost_jobs`; `check` reports this
+    case."""
     operated = {one.workflow: one for one in evidence.operated if one.cancelling_s is not None}
     known: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for flow in evidence.flows:

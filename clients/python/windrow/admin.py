@@ -273,8 +273,8 @@ class AdminCalls:
         await self._ask(lambda stub: stub.QuarantineKind, request)
 
     async def release_kind(self, queue: str, kind: str) -> bool:
-        """Ends the quarantine of a kind: within seconds its jobs are ready again. Returns whether it was quarantined.
-        Raises NotFound."""
+        """Ends the quarantine of a kind: within seconds its jobs are ready again. Returns whether the kind was
+        quarantined. Raises NotFound."""
         request = admin_pb2.ReleaseKindRequest(org=self.org, queue=queue, kind=kind)
         return (await self._ask(lambda stub: stub.ReleaseKind, request)).released
 
@@ -460,9 +460,9 @@ class AdminCalls:
     ) -> Limit:
         """Sets a limit of the org, or of one of its queues. JOBS, BYTES and STARTS limit what the org or the queue may
         enqueue or start: `amount` (at least 1) in each interval `per` (s, or timedelta; 1 s to 24 h). The other
-        measures take no `per`: IN_FLIGHT limits how many of its jobs may be leased at the same time. BACKLOG limits how
-        many of its jobs have not ended, and BACKLOG_BYTES limits how many bytes these jobs have. `every_org`: sets the
-        default for each org that has no such limit of its own.
+        measures take no `per`: IN_FLIGHT limits how many jobs may be leased at the same time. BACKLOG limits how many
+        jobs have not ended, and BACKLOG_BYTES limits how many bytes these jobs have. `every_org`: sets the default for
+        each org that has no such limit of its own.
 
         The limit is in force on every router within 2 s. Needs the scope `cluster`. Raises ResourceExhausted if the
         cluster has 10,000 limits."""

@@ -260,7 +260,7 @@ class Calls:
         return self.channels.loop()
 
     def spawn(self, work: Coroutine[Any, Any, None], context: contextvars.Context) -> None:
-        """Runs a shared call, which hands its errors to its callers. close() waits for it."""
+        """Runs a shared call, which hands its errors to its callers. close() waits for this call."""
         task = asyncio.get_running_loop().create_task(work, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -362,7 +362,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         """
         if max_jobs < 1:
             # The router would read 0 as the default, which is 1. But a caller that passes the number of its free places
-            # wants no job if it has none.
+            # wants no job if it has no free place.
             raise invalid_argument("max_jobs", f"must be 1 to 1,000, not {max_jobs}")
         listed = [queues] if isinstance(queues, str) else queues
         request = queue_pb2.DequeueRequest(
@@ -574,7 +574,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
         entry_bytes: int = 0,
     ) -> Answer | list[Answer]:
         """Sends one job, or many jobs in parts. `send` gets an org and jobs of that org. `entry_bytes`: how many bytes
-        a request has for each job, besides its lease and its log."""
+        a request has for each job, in addition to the job's lease and log."""
         if isinstance(jobs, Job):
             (answer,) = answers(await send(jobs.org or self.org, [jobs]))
             return answer
@@ -684,7 +684,7 @@ async def _ack(calls: Calls, org: str, acks: Sequence[queue_pb2.Ack], timeout_s:
 
 
 def _size(message: queue_pb2.EnqueueRequest | job_pb2.NewJob) -> int:
-    """Returns a message's size in bytes. Raises InvalidRequest if it is too large for a call."""
+    """Returns a message's size in bytes. Raises InvalidRequest if the message is too large for a call."""
     size = message.ByteSize()
     if size > MESSAGE_BYTES_MAX:
         for at, job in enumerate(message.jobs if isinstance(message, queue_pb2.EnqueueRequest) else (message,)):

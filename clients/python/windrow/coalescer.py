@@ -88,7 +88,8 @@ class Coalescer(Generic[_Item, _Answer]):
             return await answer
         except asyncio.CancelledError:
             if answer.done() and not answer.cancelled():
-                # An error may have arrived together with the cancellation. Read it, or asyncio logs it as unhandled.
+                # An error may have arrived together with the cancellation. Read the error, because asyncio would
+                # otherwise log it as unhandled.
                 answer.exception()
             raise
         finally:

@@ -163,7 +163,7 @@ class ConsumeStream:
         self._refusals.accepted()
 
     def _may_have_expired(self, error: WindrowError, *, lasted_s: float) -> bool:
-        """Returns whether the stream may have ended because of its age. If gRPC is writing when a stream ends, it
+        """Returns whether the stream may have ended because of its age. If gRPC is writing when a stream ends, gRPC
         reports an internal error instead of the router's status. (The messages of the router are still read.)"""
         masked = self._write_failed and isinstance(error, RouterError) and lasted_s > _REFUSED_S_MAX
         return masked or error.reason == _EXPIRED
@@ -174,7 +174,7 @@ class ConsumeStream:
         self._settlements.wake.set()
 
     async def _session(self) -> None:
-        """Runs one stream from start to an orderly end. Raises WindrowError if it ends in any other way."""
+        """Runs one stream from start to an orderly end. Raises WindrowError if the stream ends in any other way."""
         began = time.monotonic()
         self._credit = 0
         self._draining = False

@@ -110,7 +110,7 @@ class ResourceExhausted(WindrowError):
 
 
 class DeadlineExceeded(WindrowError):
-    """The time ran out. The call may have taken effect; trying it again with the same ids is safe."""
+    """The time ran out. The call may have taken effect; trying the call again with the same ids is safe."""
 
 
 class RouterError(WindrowError):

@@ -42,7 +42,7 @@ class Failure:
 
 class TimedOut(Exception):
     """A handler did not finish within its `timeout`, or within its job's max_runtime. The traceback shows where the
-    handler was at that time, unless it ran in a process."""
+    handler was at that time, unless the handler ran in a process."""
 
     __module__ = "windrow"
 
@@ -64,8 +64,8 @@ def type_name(kind: type[BaseException]) -> str:
 
 
 def stack_of(error: BaseException, frames: TracebackType | None) -> str:
-    """Returns the traceback of an exception from `frames` on, with its causes. If that is too long, returns its newest
-    frames only."""
+    """Returns the traceback of an exception from `frames` on, with its causes. If the traceback is too long, returns
+    its newest frames only."""
     described = traceback.TracebackException(type(error), error, frames)
     text = "".join(map(_shortened, itertools.islice(described.format(), _STACK_PARTS_MAX))).rstrip()
     newest = clipped(text, FAILURE_STACK_BYTES_MAX - len(_CUT), keep_end=True)

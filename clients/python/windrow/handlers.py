@@ -62,7 +62,7 @@ class Suspended(NamedTuple):
     """A handler that waits for something."""
 
     run: Coroutine[Any, Any, Any]
-    # What it waits for, as its coroutine has yielded it.
+    # What the handler waits for, as its coroutine has yielded it.
     awaited: object
     # None: the coroutine returns the job's outcome. Otherwise the coroutine is this handler's own, and returns the
     # handler's result.
@@ -257,7 +257,8 @@ class Handlers:
         return action
 
     async def _run_in_time(self, handler: Registered, held: HeldLease, job: Job) -> Payload:
-        """Runs a handler with a timeout, or for a job with a max_runtime. Raises TimedOut if it takes longer."""
+        """Runs a handler with a timeout, or for a job with a max_runtime. Raises TimedOut if the handler takes
+        longer."""
         timeout_s = math.inf if handler.timeout_s is None else handler.timeout_s
         message = f"the handler did not finish within {timeout_s:g} s"
         if job.max_runtime is not None and (runtime_s := left_s((held,))) < timeout_s:
@@ -373,7 +374,7 @@ def left_s(helds: Sequence[HeldLease]) -> float:
 
 
 async def in_time(work: Awaitable[_Result], timeout_s: float, message: str, helds: Sequence[HeldLease]) -> _Result:
-    """Awaits a handler's work on the jobs of these leases. Raises TimedOut if it does not finish in time."""
+    """Awaits a handler's work on the jobs of these leases. Raises TimedOut if the work does not finish in time."""
     # This scope never ends by itself: on_timeout() ends it, after it has set the reason where the handler can see it.
     scope = asyncio.timeout(None)
     loop = asyncio.get_running_loop()

@@ -253,8 +253,8 @@ class Job:
                     return lost
 
     def log(self, text: str) -> None:
-        """Adds one line or several to the log of this attempt. The job's history keeps it, and `windrow jobs get` shows
-        it.
+        """Adds one line or several to the log of this attempt. The job's history keeps the log, and `windrow jobs get`
+        shows it.
 
         The log keeps the first 512 bytes of a line, and the newest 50 lines of an attempt, or fewer if they have more
         than 4 KiB. If lines were dropped, the first line says how many. A job keeps the logs of its newest 5 attempts.

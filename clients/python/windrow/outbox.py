@@ -7,9 +7,9 @@
 
     windrow.run(outbox.Relay("postgresql://...", client))             # one or more, anywhere
 
-If a relay dies between the router's OK and its own DELETE, a job is relayed twice. It is stored once, because its id is
-made with the NewJob. Jobs are relayed in the order of their ids. This module owns the table windrow_outbox and needs
-`windrow[outbox]`. The relay polls: your database needs no triggers and no LISTEN.
+If a relay dies between the router's OK and its own DELETE, a job is relayed twice. The job is stored once, because its
+id is made with the NewJob. Jobs are relayed in the order of their ids. This module owns the table windrow_outbox and
+needs `windrow[outbox]`. The relay polls: your database needs no triggers and no LISTEN.
 """
 
 from __future__ import annotations
@@ -217,10 +217,10 @@ class Relay:
     matter, because each row has its own. `rows_max` (1 to 1,000; default 500): how many jobs one batch may have. A
     batch also has at most about 8 MiB.
 
-    The relay waits one second for an org's jobs to be stored. If that fails, it skips the org for up to 30 s, while
-    other orgs' jobs continue. After a timeout of an org it waits longer for this org, up to 10 s. `run` relays the jobs
-    of such slow orgs over a second connection, so that no other org waits for them. If a failed call did store jobs,
-    the next try finds them as duplicates by their ids.
+    The relay waits one second for an org's jobs to be stored. If that fails, the relay skips the org for up to 30 s,
+    while other orgs' jobs continue. After a timeout of an org it waits longer for this org, up to 10 s. `run` relays
+    the jobs of such slow orgs over a second connection, so that no other org waits for them. If a failed call did store
+    jobs, the next try finds them as duplicates by their ids.
     """
 
     def __init__(
@@ -465,7 +465,7 @@ def _concerns_every_org(error: WindrowError) -> bool:
 
 
 def _read(row: _Row) -> job_pb2.NewJob | _Bad:
-    """Returns the job to send. Shortens its delay by the time that the job spent in the outbox."""
+    """Returns the job to send. Shortens the job's delay by the time that the job spent in the outbox."""
     try:
         job = job_pb2.NewJob.FromString(row.job)
         too_old = age_fault(job.id)

@@ -243,7 +243,8 @@ class Kill(Outcome):
 
 
 def _checked(after: Span) -> Span:
-    """Returns the delay. Raises ValueError if it is negative or too long. Raises TypeError if it is not a delay."""
+    """Returns the delay. Raises ValueError if the delay is negative or too long. Raises TypeError if it is not a
+    delay."""
     given: object = after
     if not isinstance(given, (int, float, timedelta)):
         raise TypeError(f"after: {given!r} is neither a number of seconds nor a timedelta")

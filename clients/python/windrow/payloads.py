@@ -25,8 +25,8 @@ Payload: TypeAlias = bytes | bytearray | memoryview | str | Mapping[str, Any] | 
 
 
 def encode(value: Payload, *, what: str = "payload") -> bytes:
-    """Returns the bytes for a value. Raises TypeError or ValueError if JSON cannot represent it, as with NaN; `what`
-    names the value in the error."""
+    """Returns the bytes for a value. Raises TypeError or ValueError if JSON cannot represent the value, as with NaN;
+    `what` names the value in the error."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, bytearray | memoryview):
@@ -66,7 +66,8 @@ def shown(value: object) -> str:
 
 
 def checked_text(name: str, text: str) -> str:
-    """Returns an argument that is a str. Raises InvalidRequest, which names the argument, if it is no Unicode text."""
+    """Returns an argument that is a str. Raises InvalidRequest if it is no Unicode text. The error names the
+    argument."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

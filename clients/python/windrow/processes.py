@@ -172,7 +172,7 @@ class HandlerProcess:
         self._over = True
 
     def kill(self) -> None:
-        """Ends the process and a run() that waits for it, which then closes the pipe. Thread-safe."""
+        """Ends the process, and also a run() that waits for it. This run() then closes the pipe. Thread-safe."""
         with self._lock:
             self._over = True
             if self._process is not None and self._connection is not None:
@@ -257,7 +257,7 @@ def _serve(connection: Connection) -> None:
 
 
 class _WorkersEnd:
-    """The pipe to the worker, in the process of a handler. A handler may use it in several threads."""
+    """The pipe to the worker, in the process of a handler. A handler may use the pipe in several threads."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -36,9 +36,9 @@ def run(*services: Service) -> None:
 
     The first signal stops them gracefully, the second at once. A third signal does what it would do without this
     function: usually, it ends the process. A `def` handler that still runs in its thread keeps the process alive until
-    it ends or another signal comes. Several services end together: if a service raises, for example because its key was
-    revoked, the others are cancelled, and the error is raised in an ExceptionGroup. If services of different orgs must
-    not end each other, run each in a process of its own.
+    the handler ends or another signal comes. Several services end together: if a service raises, for example because
+    its key was revoked, the others are cancelled, and the error is raised in an ExceptionGroup. If services of
+    different orgs must not end each other, run each in a process of its own.
     """
     asyncio.run(_run_all(services))
 

@@ -273,9 +273,9 @@ class SyncClient:
             return asyncio.run_coroutine_threadsafe(work, self._runner.get_loop())
 
     def _claim(self) -> bool:
-        """Ties the client to this process, unless it is tied already. Returns whether it belongs to this process. Call
-        this before you take the lock. So nobody has taken the lock of a client that is not tied yet, and a forked
-        process may claim such a client."""
+        """Ties the client to this process, unless it is tied already. Returns whether the client belongs to this
+        process. Call this before you take the lock. So nobody has taken the lock of a client that is not tied yet, and
+        a forked process may claim such a client."""
         if self._pid is None:
             self._pid = os.getpid()
         return self._pid == os.getpid()

@@ -94,17 +94,17 @@ async def run_job(
     results: Mapping[str, Payload] | None = None,
 ) -> AttemptResult:
     """Runs the worker's handler for this job, as a running worker does: through its middleware, in a thread or process
-    if it needs one, and within its timeout. A batch handler gets a batch with this job alone. Needs no router, and
-    uses only the org and the tracing of the worker's client.
+    if the handler needs one, and within its timeout. A batch handler gets a batch with this job alone. Needs no router,
+    and uses only the org and the tracing of the worker's client.
 
     `attempt`: the number of the attempt. If the last of the job's `max_attempts` (20 by default) fails, the job is
     DEAD. `checkpoint`: what an earlier attempt has reported. A test without an event loop writes
     asyncio.run(run_job(...)).
 
-    `results`: the results of nodes that have succeeded, by name. If it is given, the job is a node of a workflow:
-    job.workflow.add adds nodes, and job.workflow.wait_for returns its nodes if `results` has a result for each of them.
-    Otherwise the attempt ends, and the job is BLOCKED: call run_job again with the results, and the handler runs from
-    its beginning.
+    `results`: the results of nodes that have succeeded, by name. If `results` is given, the job is a node of a
+    workflow: job.workflow.add adds nodes, and job.workflow.wait_for returns its nodes if `results` has a result for
+    each of them. Otherwise the attempt ends, and the job is BLOCKED: call run_job again with the results, and the
+    handler runs from its beginning.
 
     An error of the handler is in the result. Raises InvalidJob for a job that a router would refuse. Raises
     InvalidRequest if the worker does not take jobs of the job's queue, or has no handler for the job's kind."""

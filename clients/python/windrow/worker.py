@@ -90,9 +90,9 @@ class Worker:
     for.
 
     - `orgs` (default: the client's org): `windrow.ALL` takes jobs of every org of the cluster; job.org names the org.
-      The client needs a key for all orgs with the scopes consume and cluster. Orgs share the time of such workers by
-      their weights (`windrow weights`): an org is charged for as long as its jobs are leased, even if they only wait in
-      a worker. So the default of `prefetch` is 0 for such a worker: it takes a job only when the job can begin.
+      The client needs a key for all orgs with the scopes `consume` and `cluster`. Orgs share the time of such workers
+      by their weights (`windrow weights`): an org is charged for as long as its jobs are leased, even if they only wait
+      in a worker. So the default of `prefetch` is 0 for such a worker: it takes a job only when the job can begin.
     - `concurrency` (1 to 1,000; default 10): how many handlers run at the same time.
     - `prefetch` (0 to 5,000; default: 5 × concurrency, at least 100): how many jobs may wait in the worker besides the
       jobs that run, so that handlers need not wait for jobs. The longer handlers take, the fewer jobs the worker
@@ -103,8 +103,8 @@ class Worker:
     - `name` (default host-pid-xxxx): the worker's name in the attempt history.
     - `grace` (s, or timedelta; default 20 s): how long running handlers may take to finish when the worker stops.
     - `cancel_lost` (default True): cancels a coroutine handler when its lease ends. A `def` handler cannot be
-      cancelled: it should check job.lost.is_set(). If it never returns, it occupies its place, unless it has a timeout
-      (see handler()). It also keeps the process alive, because Python waits for threads at exit (see run()).
+      cancelled: it should check job.lost.is_set(). If the handler never returns, it occupies its place, unless it has a
+      timeout (see handler()). It also keeps the process alive, because Python waits for threads at exit (see run()).
     - `middleware`: functions `async def middleware(job, call_next)` that run around every handler, for example for
       metrics or an error reporter. The first function is the outermost. `await call_next(job)` runs the handler; it
       returns what the handler returns and raises what the handler raises, including TimedOut and Crashed.
@@ -112,8 +112,8 @@ class Worker:
     - `declares_as` (default "worker:" and the first queue): the name under which every() declares schedules. Programs
       that declare different schedules need different names.
     - `removes_undeclared` (default False): deletes the schedules that were declared under this name before and are no
-      longer declared. If it is False, a WARNING names them. A worker of an older release that starts again during a
-      deploy also deletes what only the new release declares.
+      longer declared. If this is False, a WARNING names these schedules. A worker of an older release that starts again
+      during a deploy also deletes what only the new release declares.
 
     A handler that runs for long can report how far it has come, for people, and a checkpoint for the job's next attempt
     (see Job.report). A job that is cancelled loses its lease: see `cancel_lost`.
@@ -123,11 +123,12 @@ class Worker:
     worker nacks the job. Retry(after=...), Snooze(after=...) and Kill("why") set the outcome; after any other exception
     the retry policy decides. The exception's type, message (8 KiB) and traceback (the newest frames, 32 KiB) are stored
     with the attempt. sys.exit() in a handler also ends only the attempt, not the worker. A KeyboardInterrupt in an
-    `async def` ends the worker, as Ctrl-C would: the worker releases its jobs, and run() raises it.
+    `async def` ends the worker, as Ctrl-C would: the worker releases its jobs, and run() raises the KeyboardInterrupt.
 
-    If the worker has no handler for the kind of a job, its program may be of an older release. So it snoozes the job
-    for 5 s to 5 min, longer each time; the attempt does not count. A WARNING says so once a minute, and the counter
-    `windrow.worker.unhandled_jobs` counts these jobs (OpenTelemetry, with `meter_provider` or the global provider).
+    If the worker has no handler for the kind of a job, the worker's program may be of an older release. So the worker
+    snoozes the job for 5 s to 5 min, longer each time; the attempt does not count. A WARNING says so once a minute, and
+    the counter `windrow.worker.unhandled_jobs` counts these jobs (OpenTelemetry, with `meter_provider` or the global
+    provider).
 
     Failures are logged to `windrow.worker`, with job, kind, queue and attempt: as WARNING (a Retry or Snooze as INFO),
     or as ERROR if the attempt was the last one. A TimedOut is logged with one line that says what the handler was
@@ -293,7 +294,7 @@ class Worker:
 
         run() creates the schedule, or changes it if it differs; a paused schedule stays paused. Any number of processes
         may declare the same schedules. See `removes_undeclared` about schedules that are no longer declared. The client
-        needs the scopes read and admin. run() raises InvalidRequest if it cannot read `when` or `tz`.
+        needs the scopes `read` and `admin`. run() raises InvalidRequest if it cannot read `when` or `tz`.
 
         Raises InvalidRequest if the name is declared already, if the kind has a handler, or if the worker does not take
         jobs of the queue."""
@@ -357,8 +358,8 @@ class Worker:
                 self._handlers.close()
 
     def stop(self) -> None:
-        """Begins a graceful shutdown (see run()); a second call ends it without waiting for handlers. Does nothing if
-        the worker has ended. Thread-safe."""
+        """Begins a graceful shutdown (see run()); a second call ends the worker without waiting for handlers. Does
+        nothing if the worker has ended. Thread-safe."""
         self._stops += 1
         if self._loop is not None:
             # A loop that is closed has no worker to stop.

@@ -172,7 +172,7 @@ class WorkflowCalls:
         return read_workflow((await self._ask_workflows(lambda stub: stub.ResumeWorkflow, request)).workflow)
 
     async def skip_node(self, workflow_id: str, node: str) -> WorkflowRecord:
-        """Ends a node as if it had succeeded, and cancels its job. Does nothing if it was skipped before. Raises
+        """Ends a node as if it had succeeded, and cancels its job. Does nothing if the node was skipped before. Raises
         NotFound. Raises FailedPrecondition if the node has ended in another way."""
         request = workflows_pb2.SkipNodeRequest(org=self.org, id=workflow_id, node=node)
         return read_workflow((await self._ask_workflows(lambda stub: stub.SkipNode, request)).workflow)
