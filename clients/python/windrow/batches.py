@@ -28,7 +28,7 @@ class Batch:
 
     # How many jobs are stored. These are the first jobs of the batch.
     jobs: int = 0
-    # How many of them were stored before, by an earlier call with the same batch.
+    # How many of these jobs were stored before, by an earlier call with the same batch.
     duplicates: int = 0
 
 

@@ -227,7 +227,7 @@ class Client(JobChanges, ScheduleCalls, WorkflowCalls):
             return [await self._enqueues.put(self.org, message, _size(message))]
 
     async def enqueue_many(self, jobs: Iterable[NewJob], *, independent: bool = False) -> list[Enqueued]:
-        """Stores at most 1,000 jobs (16 MiB), all or none. Returns an Enqueued for each, in their order.
+        """Stores at most 1,000 jobs (16 MiB), all or none. Returns an Enqueued for each job, in the order of the jobs.
 
         `independent`: each job is stored or refused by itself; the Enqueued of a job that was not stored has an
         `error`. The number of jobs is then unlimited: they are sent in several calls, of which a few run at the same

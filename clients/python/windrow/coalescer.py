@@ -182,7 +182,7 @@ class Coalescer(Generic[_Item, _Answer]):
 
 
 class Coalescers(Generic[_Item, _Answer]):
-    """One coalescer for each org with requests under way, all over the same connections."""
+    """The coalescers, one for each org that has requests under way. All of them use the same connections."""
 
     def __init__(self, calls: Calls, make: Callable[[str, Callable[[], object]], Coalescer[_Item, _Answer]]) -> None:
         self._calls = calls

@@ -206,7 +206,7 @@ class ConsumeStream:
             async for response in call:
                 self._on_response(response)
         except asyncio.CancelledError:
-            # Closing a channel cancels its streams. A cancellation of this task passes through.
+            # Closing a channel cancels its streams. A cancellation of this task is passed on.
             task = asyncio.current_task()
             if self._client.calls.closed and task is not None and not task.cancelling():
                 raise ClientClosed(f"Consume at {self._client.calls.address}: the client was closed") from None

@@ -308,7 +308,7 @@ class JobRecord:
     queue: str
     kind: str
     state: JobState
-    # None: the call did not ask for them. If the job has no result, `result` is empty.
+    # None: the call did not ask for payloads and results. If the job has no result, `result` is empty.
     payload: bytes | None
     result: bytes | None
     attributes: Mapping[str, str]

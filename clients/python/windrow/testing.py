@@ -98,7 +98,7 @@ async def run_job(
     and uses only the org and the tracing of the worker's client.
 
     `attempt`: the number of the attempt. If the last of the job's `max_attempts` (20 by default) fails, the job is
-    DEAD. `checkpoint`: what an earlier attempt has reported. A test without an event loop writes
+    DEAD. `checkpoint`: what an earlier attempt has reported. A test without an event loop calls
     asyncio.run(run_job(...)).
 
     `results`: the results of nodes that have succeeded, by name. If `results` is given, the job is a node of a

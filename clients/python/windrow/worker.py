@@ -534,7 +534,7 @@ class Worker:
 
     async def _run_waiting(self) -> None:
         """Runs waiting jobs, one after another, until a handler suspends: that handler keeps the task for itself, and
-        another task continues with the jobs that wait. So only handlers that suspend cost a task."""
+        another task continues with the jobs that wait. So a new task is needed only for a handler that suspends."""
         task = asyncio.current_task()
         assert task is not None
         self._is_starting = False

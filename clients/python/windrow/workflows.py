@@ -72,7 +72,7 @@ class NodeState(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """A node of a Workflow that is being written."""
+    """A node of a Workflow that a program is building."""
 
     name: str
     job: NewJob = field(repr=False)
