@@ -85,7 +85,7 @@ async def recorded(
     cluster: Cluster, command: str, work: Coroutine[Any, Any, _T], *, org: str = "", **request: object
 ) -> _T:
     """Does the work of a command that changes the cluster. Before the work begins, records who does it; afterwards,
-    records how it ended. Raises ShardUnavailable, before the work begins, if the catalog does not answer."""
+    records how the work ended. Raises ShardUnavailable, before the work begins, if the catalog does not answer."""
     from archiver.service import opened
     from shard.admin import audit as audit_log
     from shard.admin.audit import End

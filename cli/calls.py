@@ -92,8 +92,8 @@ _AnyPage = TypeVar("_AnyPage", bound=_Page)
 
 
 class TooMuch(CommandFailed):
-    """A router refused a call that asks for too much: trying it again does not help. `limit`: the limit that is smaller
-    than the call, if a limit is the reason."""
+    """A router refused a call that asks for too much: trying the call again does not help. `limit`: the limit that is
+    smaller than the call, if a limit is the reason."""
 
     def __init__(self, message: str, *, limit: LimitReached | None) -> None:
         super().__init__(message, ExitCode.REFUSED)
@@ -199,7 +199,7 @@ class Router:
             return CommandFailed(f"{message}; {profiles.where_tokens_are()}", ExitCode.REFUSED)
         retry_s = None if details is None else _retry_after_s(details)
         if retry_s is not None:
-            # Some messages have the time already.
+            # Some messages already say when to try again.
             message += "" if "try again in" in message else f"; try again in {retry_s:g} s"
         elif code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             return TooMuch(message or code.name, limit=None if details is None else _limit_reached(details))
@@ -259,7 +259,7 @@ def _route(address: str) -> tuple[str, Tls | None]:
 def connect_client(address: str, org: str, timeout: timedelta) -> Generator[SyncClient, None, None]:
     """Yields the Python client, for commands that make many calls: the client retries them. Its errors become
     CommandFailed."""
-    # Imported here, because it would add a third to the start of every command.
+    # Imported here, because at the top of the module it would make the start of every command a third longer.
     from windrow import SyncClient
 
     with connect(address, timeout) as router:

@@ -76,7 +76,7 @@ class _Books:
 
     @property
     def astray(self) -> list[cluster_pb2.OrgBooks]:
-        """Orgs with stray jobs: no router reads them on this shard."""
+        """Orgs with stray jobs: no router reads these jobs on this shard."""
         return [org for org in self.orgs if org.stray]
 
 

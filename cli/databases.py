@@ -36,7 +36,7 @@ def read(config: Path) -> Cluster:
 
 
 def asked(work: Coroutine[Any, Any, _T]) -> _T:
-    """Runs work on databases. Raises CommandFailed if it fails, for example because another balancer leads."""
+    """Runs work on databases. Raises CommandFailed if the work fails, for example because another balancer leads."""
     from archiver.errors import ExportFailed, FilesFailed
     from archiver.run import AnotherArchives
     from balancer.service import AnotherLeads
@@ -95,7 +95,8 @@ def unavailable(error: ShardUnavailable) -> CommandFailed:
 
 
 def quiet() -> None:
-    """Silences the log of failed tries in commands that keep no log: they report the last failure themselves."""
+    """Silences the log of failed tries in commands that keep no log, because these commands report the last failure
+    themselves."""
     if not logging.getLogger().handlers:
         logging.getLogger("shard.postgres.breaker").setLevel(logging.ERROR)
 

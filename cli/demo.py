@@ -1,5 +1,5 @@
-"""`windrow demo`: sends recorded pushes of real organizations through a local cluster, and checks that each is counted
-exactly once.
+"""`windrow demo`: sends recorded pushes of real organizations through a local cluster, and checks that each push is
+counted exactly once.
 
 This module only orchestrates and displays; the application code is in examples/pushes. A run passes only if the totals
 are exactly equal, every acknowledged job is found succeeded, and the books of every shard balance.
@@ -43,8 +43,8 @@ SHARDS = ("s1", "s2")
 ROUTERS = 2
 WORKERS = 2
 
-# How often and where faults occur. A killed worker's jobs come back when their visibility window ends, so with faults
-# the window is short.
+# How often and where faults occur. A killed worker's jobs come back when their visibility window ends, so the window is
+# short in runs with faults.
 WORKER_KILLED_EVERY_S = 1.0
 ROUTER_KILLED_EVERY_S = 3.0
 POSTGRES_KILLED = "s1"
@@ -117,7 +117,7 @@ def run_demo(*, events: int | None = None, faults: bool = False, seconds: float 
     spread over `seconds`, so that there is time for faults.
     """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
-    # Use a file without a name, which disappears however this process ends.
+    # Use a file without a name, which disappears no matter how this process ends.
     with tempfile.TemporaryFile() as log:
         try:
             with standard_error_to(log.fileno()):
@@ -204,7 +204,7 @@ async def _application() -> AsyncGenerator[str, None]:
 
 class Workers:
     """Worker processes. A worker that was killed is restarted. The workers end when their standard input closes, so
-    they end with this process, however it ends."""
+    they end with this process, no matter how it ends."""
 
     def __init__(self, *, address: str, database: str, orgs: Sequence[str], window_s: float) -> None:
         self._command = (
@@ -217,7 +217,8 @@ class Workers:
         self._killed: set[Process] = set()
 
     async def keep(self, number: int) -> None:
-        """Keeps one worker running until cancelled. Raises DemoFailed if it ends without being killed by kill()."""
+        """Keeps one worker running until cancelled. Raises DemoFailed if the worker ends without being killed by
+        kill()."""
         while True:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -225,7 +226,7 @@ class Workers:
                 stdin=PIPE,
                 cwd=_ROOT,
                 env=self._environ,
-                # Ctrl-C in the terminal must reach only this process, which ends the workers in order.
+                # Ctrl-C in the terminal must reach only this process, which ends the workers gracefully.
                 start_new_session=True,
             )
             self._running[number] = process
@@ -335,7 +336,8 @@ async def _kill_routers(run: Run, cluster: LocalCluster) -> None:
 
 
 async def _kill_postgres(run: Run, cluster: LocalCluster, console: Console, seconds: float) -> None:
-    """Kills a Postgres after one third and two thirds of the enqueueing. It is restarted, and recovers from its WAL."""
+    """Kills a Postgres after one third and two thirds of the enqueueing. The server is restarted, and recovers from its
+    WAL."""
     for _ in range(POSTGRES_KILLS):
         await asyncio.sleep(seconds / (POSTGRES_KILLS + 1))
         await asyncio.to_thread(cluster.postgres[POSTGRES_KILLED].kill)
@@ -376,7 +378,7 @@ async def _judge(run: Run, cluster: LocalCluster, stub: cluster_pb2_grpc.Cluster
 
 
 async def compare(database: str, pushes: Sequence[Push]) -> list[Difference]:
-    """Returns where the application's totals differ from totals of the pushes, computed in memory."""
+    """Returns where the application's totals differ from the totals of the pushes that are computed in memory."""
     async with tables.open_pool(database) as pool, pool.connection() as connection:
         return differences(total(pushes), await tables.read_totals(connection))
 
@@ -533,12 +535,12 @@ async def _run_with(work: Coroutine[Any, Any, None], *background: Coroutine[Any,
 
 
 def _stop_on_sigterm() -> None:
-    """Makes SIGTERM end this process in order, as Ctrl-C does."""
+    """Makes SIGTERM end this process gracefully, as Ctrl-C does."""
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
 
 
 def _save_log(log: IO[bytes], console: Console) -> None:
-    """Saves the log of a failed run. Prints its end and the file's name."""
+    """Saves the log of a failed run. Prints the end of the log and the file's name."""
     log.seek(0)
     content = log.read()
     with tempfile.NamedTemporaryFile(prefix="windrow-demo-", suffix=".log", delete=False) as file:

@@ -29,7 +29,7 @@ def refuse_two_payloads(text: str | None, file: Path | None) -> None:
 
 def payload_of(text: str | None, file: Path | None, *, bytes_max: int, into: str) -> bytes:
     """Returns the payload that a command was given: `text`, standard input if that is -, or the content of `file`.
-    `into`: what the payload is for. Raises BadParameter if it has more than `bytes_max` bytes."""
+    `into`: what the payload is for. Raises BadParameter if the payload has more than `bytes_max` bytes."""
     if file is not None:
         payload = opened(file, lambda: file.read_bytes())
     else:

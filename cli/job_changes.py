@@ -1,7 +1,7 @@
 """`windrow jobs`: cancels and alters jobs, redrives dead jobs, and restores finished and dead jobs.
 
-Jobs are named by their ids, or by conditions. With conditions a command counts the jobs, asks, and changes them in
-small steps with pauses (clients/python/windrow/job_changes.py).
+Jobs are named by their ids, or by conditions. With conditions, a command counts the jobs, asks for confirmation, and
+changes the jobs in small steps with pauses (clients/python/windrow/job_changes.py).
 """
 
 from __future__ import annotations
@@ -395,7 +395,7 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
     if ids and not found.is_empty:
         raise typer.BadParameter("job ids and conditions are both given: give one of them", param_hint="'ID'")
     if not ids and found.is_empty:
-        # --state and --not-killed are not enough: alone they would mean nearly every job of the org.
+        # --state and --not-killed are not enough, because alone they would select nearly every job of the org.
         raise typer.BadParameter(
             "neither job ids nor conditions are given: give ids, or at least one of --queue, --kind, --where and the "
             "times",

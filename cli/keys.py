@@ -77,7 +77,7 @@ def create(
     if expires is not None and not timedelta(seconds=1) <= expires <= _EXPIRES_MAX:
         raise CommandFailed("--expires: must be 1 s to 3,650 days", ExitCode.USAGE)
     of_org = None if org is None else options.org_id(org)
-    # Draw the id here, so that the audit log has it.
+    # Choose the random id here, so that the audit log has it.
     key_id = api_keys.draw_id()
     cluster = databases.read(config)
 

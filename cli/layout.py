@@ -33,7 +33,7 @@ ELSEWHERE = {
 
 class Group(TyperGroup):
     """Lists its commands below the headings in their `rich_help_panel`. For an unknown command, says which groups have
-    a command of that name, or what the command is called here."""
+    a command of that name, or what the command is called in Windrow."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:

@@ -23,7 +23,7 @@ COMMANDS = ("dequeue", "ack", "nack", "extend", "release", "snooze")
 _BATCH = 1000
 # The longest that one call may wait (queue.proto).
 _WAIT_S_MAX = 60.0
-# With less wait time left than this, the command ends without another call.
+# If less wait time than this remains, the command ends without another call.
 _WORTH_WAITING_S = 0.1
 
 Window = Annotated[
@@ -153,8 +153,8 @@ def _held_by(router: Router, org: str, queue: str) -> str:
     except CommandFailed:
         return ""
     causes = read_causes(explained.causes, of_queue=True)
-    # Name a limit only if there are ready jobs, and a quarantine only if it has set jobs aside. Otherwise they hold
-    # nothing.
+    # Name a limit only if there are ready jobs, and a quarantine only if it has set jobs aside. Otherwise they hold no
+    # jobs.
     ready = any(cause.name == "backlog" for cause in causes)
     for cause in causes:
         match cause.name:

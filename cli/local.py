@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalCluster:
-    """A running cluster. Parts that die, as in fault tests, are restarted automatically."""
+    """A running cluster. Processes that die, as in fault tests, are restarted automatically."""
 
     # HOST:PORT of the routers.
     address: str

@@ -1,4 +1,4 @@
-"""The `windrow` command: names all commands and handles their errors. Each command is in the module of its noun.
+"""The `windrow` command: names all commands and handles their errors. Each module has the commands about one noun.
 
 A command's module is imported when the command is needed. Heavy modules (grpc, rich, embedded Postgres) are imported
 inside the commands that use them, so that `windrow --help` stays fast.

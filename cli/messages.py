@@ -154,7 +154,7 @@ def bytes_json(name: str, data: bytes) -> dict[str, str | None]:
 
 
 def bytes_shown(data: bytes) -> str:
-    """Formats bytes for people: as text if they are UTF-8, and no more of it than fits on a screen."""
+    """Formats bytes for people: as text if they are UTF-8, and no more text than fits on a screen."""
     try:
         text = data.decode()
     except UnicodeDecodeError:
@@ -219,7 +219,8 @@ def failure_text(failure: job_pb2.Failure) -> str:
 
 
 def last_failure(job: job_pb2.Job) -> str:
-    """Returns the first line of the failure of a job's last attempt, which summarises it; "" if there is none."""
+    """Returns the first line of the failure of a job's last attempt, which summarises the failure; "" if there is
+    none."""
     return first_line(failure_text(job.attempts[-1].failure)) if job.attempts else ""
 
 
@@ -325,7 +326,7 @@ def job_json(job: job_pb2.LeasedJob | job_pb2.Job | Mapping[str, Any], *, payloa
 
 
 def job_facts(job: job_pb2.LeasedJob | job_pb2.Job) -> list[tuple[str, str]]:
-    """Returns a leased or stored job as names and values for people. Fields that it does not have are empty."""
+    """Returns a leased or stored job as names and values for people. Fields that the job does not have are empty."""
     fields = _fields(job)
 
     def shown(name: str, show: Callable[[Any], str] = str) -> str:
@@ -380,7 +381,7 @@ def watch_line(job: job_pb2.Job) -> str:
 
 def _progress_text(progress: job_pb2.Progress) -> str:
     done = f"{progress.done:,} of {progress.total:,}" if progress.total else f"{progress.done:,}"
-    # On one line: a second line of a note would look like a part of the answer.
+    # On one line, because a second line of a note would look like a part of the answer.
     return f"{done}: {visible(progress.note)}" if progress.note else done
 
 

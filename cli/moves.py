@@ -34,7 +34,7 @@ _LOOK_S = 1.0
 _LEADERLESS_S = 3.0
 # How many orgs that cannot leave a draining shard are named.
 _STUCK_SHOWN_MAX = 10
-# A balancer notices a new cluster file within less than this.
+# A balancer notices a new cluster file in less than this time.
 _FOLLOWED_WITHIN_S = 3.0
 
 
@@ -254,7 +254,8 @@ def rebalance(config: options.Config, as_json: options.Json = False) -> None:
 
 
 async def _rebalance(cluster: Cluster) -> tuple[int, Mapping[Move, str]]:
-    """Moves all slots. Returns how many there were to move, and the moves that cannot continue, with their reasons."""
+    """Moves all slots. Returns how many slots there were to move, and the moves that cannot continue, with their
+    reasons."""
     from balancer.shards import open_shards
 
     stop = databases.stop_on_signals()
@@ -372,8 +373,8 @@ def drain(
 
 
 async def _drain(cluster: Cluster, name: ShardName, config: Path) -> Micros | None:
-    """Waits until the shard holds no slots. Returns the time at which the last slot left it, or None if it never held a
-    slot."""
+    """Waits until the shard holds no slots. Returns the time at which the last slot left the shard, or None if the
+    shard never held a slot."""
     from balancer.shards import open_shards
     from shard.postgres.leader_lock import leader_session
 
@@ -520,7 +521,7 @@ async def _forget(cluster: Cluster, shard: str, *, force: bool, lose_history: bo
 
 
 async def _refuse_history(shards: Shards, name: ShardName) -> None:
-    """Raises CommandFailed if the shard has finished jobs, or does not say whether it has."""
+    """Raises CommandFailed if the shard has finished jobs, or does not say whether it has any."""
     from shard.errors import ShardError
     from shard.history import days
 

@@ -224,7 +224,7 @@ Yes: TypeAlias = Annotated[bool, typer.Option("--yes", "-y", help="Change them a
 
 
 def org_id(text: str) -> OrgId:
-    """Returns the text as an org id. Raises CommandFailed if the contract's rules do not allow it."""
+    """Returns the text as an org id. Raises CommandFailed if the contract's rules do not allow this id."""
     from router.codec.validate import violations_of
     from shard.vocabulary import OrgId
     from windrow.v1 import admin_pb2

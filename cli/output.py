@@ -191,7 +191,7 @@ def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, ind
 
 
 def wrapped(text: str, *, indent: int) -> str:
-    """Wraps a text to the terminal's width minus an indent. Without a terminal it stays on one line."""
+    """Wraps a text to the terminal's width minus an indent. Without a terminal, the text stays on one line."""
     return textwrap.fill(text, max(40, _stdout().width - indent), break_long_words=False, break_on_hyphens=False)
 
 
@@ -232,8 +232,8 @@ def working(text: str) -> Generator[Status | None, None, None]:
 
 @contextlib.contextmanager
 def counting(what: str) -> Generator[Progress | None, None, None]:
-    """Shows a progress bar on standard error for a count with an unknown end. Shows no bar if standard error is not a
-    terminal. Also shows no bar if standard output is a terminal, because there the answers themselves show the
+    """Shows a progress bar on standard error for a count whose total is not known yet. Shows no bar if standard error
+    is not a terminal. Also shows no bar if standard output is a terminal, because there the answers themselves show the
     progress."""
     if not sys.stderr.isatty() or sys.stdout.isatty():
         yield None
@@ -260,7 +260,7 @@ def counting(what: str) -> Generator[Progress | None, None, None]:
 @contextlib.contextmanager
 def counting_to(total: int | None, what: str) -> Generator[Callable[[int], None], None, None]:
     """Shows a progress bar on standard error if that is a terminal, and otherwise a line from time to time. Yields a
-    function that sets how many are done. `total`: None if it is unknown."""
+    function that sets how many items are done. `total`: how many items there are; None if that is unknown."""
     if not sys.stderr.isatty():
         yield _noting(total, what)
         return

@@ -131,7 +131,7 @@ class _Shown:
     shards: tuple[str, ...]
     # The shard that the current plan has for the org.
     planned: str
-    # Why the org cannot be moved to where it should live; empty if it can, or if it is there.
+    # Why the org cannot be moved to where it should live; empty if it can, or if it is there already.
     trouble: str
 
     @property

@@ -181,7 +181,7 @@ def _read() -> dict[str, Profile]:
     except OSError as error:
         raise CommandFailed(f"{file}: {error.strerror}", ExitCode.USAGE) from error
     except ValueError:
-        # Drop the cause: it may quote a token.
+        # Drop the cause, because it may quote a token.
         raise CommandFailed(f"{file}: is not TOML; correct it, or remove it and log in again", ExitCode.USAGE) from None
     return {name: _profile(name, table) for name, table in document.items()}
 

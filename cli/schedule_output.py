@@ -53,7 +53,8 @@ def print_schedule(schedule: schedules_pb2.ScheduleInfo, *, as_json: bool = Fals
 
 
 def note_end(schedule: schedules_pb2.ScheduleInfo) -> None:
-    """Warns the user if a schedule that was created or changed has no next time: its year may be wrong."""
+    """Warns the user if a schedule that was created or changed has no next time. The year in its timing may be
+    wrong."""
     # The router sends a paused schedule without its next times.
     if schedule.next or schedule.paused:
         return

@@ -13,12 +13,13 @@ from cli.exits import CommandFailed, ExitCode
 
 _VARIABLE = "WINDROW_TOKEN"
 _BYTES_MAX = 16 * 1024
-# The file with the token for this run of the command. None: it is in the environment variable, if anywhere.
+# The file with the token for this run of the command. None: the token is in the environment variable, if there is a
+# token.
 _file: Path | None = None
 
 
 def use_file(path: Path | None) -> None:
-    """Makes `token` read this file. None: it reads the variable."""
+    """Makes `token` read this file. None: `token` reads the environment variable."""
     global _file
     _file = path
 

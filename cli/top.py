@@ -1,7 +1,7 @@
 """`windrow top`: the orgs of all shards, or the queues of one org, by their figures, live in a terminal.
 
 It shows only what routers know exactly; docs/operations.md says what is missing, and why. A look at the figures counts
-jobs: the more jobs there are, the longer it takes. So the pause between two looks grows with the time that a look
+jobs: the more jobs there are, the longer a look takes. So the pause between two looks grows with the time that a look
 takes.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cli.calls import Router
     from windrow.v1 import admin_pb2
 
-# Looks take at most 1/_REST of the time, so that shards are not busy with counting, however many jobs they have.
+# Looks take at most 1/_REST of the time, so that shards are not busy with counting, no matter how many jobs they have.
 _REST = 20
 # How many lines of the screen are not rows: two heads, the line for trouble, and an empty line that prevents scrolling.
 _HEADS = 4
@@ -44,7 +44,7 @@ class _Figures:
     away: Sequence[str]
 
 
-# Looks for the figures. The arguments: how many rows at most, and how old the figures may be.
+# Gets the figures. The arguments: how many rows at most, and how old the figures may be.
 _Look = Callable[[int, timedelta], _Figures]
 
 

@@ -137,8 +137,8 @@ def _use(root: Path | None) -> str:
 
 
 def _is_answered(host: str, port: int) -> bool:
-    """Returns whether a server accepts connections there. The routers check this too, but only after Postgres has
-    started."""
+    """Returns whether a server accepts connections at this address. The routers check this too, but only after Postgres
+    has started."""
     try:
         with socket.create_connection((host.strip("[]"), port), timeout=0.5):
             return True

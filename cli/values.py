@@ -26,7 +26,7 @@ _DAYS = re.compile(r"([0-9]{1,4})d")
 _RETENTIONS = {"none": 0, "7y": 2557}
 _FACTOR = re.compile(r"([x~])(\d+(?:\.\d+)?)")
 
-# Fields of a job that users may take for attributes in --where, each with the option that selects jobs by it.
+# Fields of a job that users may mistake for attributes in --where, each with the option that selects jobs by it.
 _FIELD_OPTIONS = {"queue": "QUEUE or --queue", "kind": "--kind", "state": "--state", "priority": ""}
 
 

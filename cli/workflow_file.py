@@ -161,7 +161,7 @@ def _given(document: Any, rules: Mapping[str, _Rule], *required: str, what: str)
 
 
 def _shown(value: Any) -> str:
-    """Returns a value as the file has it."""
+    """Returns a value as the file writes it."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}…"
 
@@ -190,7 +190,7 @@ def _one_of(*words: str) -> _Rule:
 
 def _whole(last: int) -> _Rule:
     def rule(value: Any) -> str | None:
-        # True is an int in Python, but no number in JSON.
+        # `True` is an `int` in Python, but no number in JSON.
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         return None if is_whole and 1 <= value <= last else f"a whole number from 1 to {last:,}"
 
@@ -235,5 +235,5 @@ _RULES: Mapping[str, _Rule] = {
     "signal": lambda value: None if isinstance(value, bool) else "true or false",
     "timeout": _duration,
 }
-# The fields of a node that do not go with `signal`.
+# The fields that a node with `signal` must not have.
 _NOT_OF_SIGNALS = ("kind", "callback", "priority", "max_attempts", "delay_s", "group")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _PAGE = 1000
 _COUNTS = ("blocked", "released", "succeeded", "failed", "cancelled", "skipped")
-# More nodes of one level than this are drawn as one line if they are alike. A node shows no more than this many of the
+# If more nodes of one level than this are alike, they are drawn as one line. A node shows no more than this many of the
 # nodes that it waits for.
 _ALIKE_MAX = 3
 _SIGNAL_BYTES_MAX = 64 * 1024
@@ -455,15 +455,16 @@ def _levels(nodes: Sequence[workflows_pb2.NodeInfo]) -> dict[str, int]:
     """Returns, for each node, the length of the longest chain of nodes that it waits for."""
     after = {node.name: [edge.node for edge in node.after] for node in nodes}
     levels: dict[str, int] = {}
-    # Sort: the list has a node's parents before the node, except the parents that its own job has added.
+    # Sort the nodes, because the list has a node's parents before the node, except the parents that its own job has
+    # added.
     for name in TopologicalSorter(after).static_order():
         levels[name] = max((levels[parent] + 1 for parent in after.get(name, ())), default=0)
     return levels
 
 
 def _drawn(nodes: Sequence[workflows_pb2.NodeInfo]) -> Iterator[list[str]]:
-    """Draws a tree, with each node one step to the right of the nodes that it waits for. If more than a few nodes in a
-    row wait for the same nodes and are in the same state, they become one line."""
+    """Draws a tree, with each node one step to the right of the nodes that it waits for. If more than a few consecutive
+    nodes wait for the same nodes and are in the same state, they become one line."""
     levels = _levels(nodes)
     at = 0
     plain = sorted((node for node in nodes if not node.callback), key=lambda node: levels[node.name])
@@ -517,7 +518,7 @@ def _mermaid(nodes: Sequence[workflows_pb2.NodeInfo]) -> Iterator[str]:
 
 
 def _mermaid_text(name: str) -> str:
-    """Escapes what Mermaid would take for its own syntax or for HTML. Callers choose the names of nodes."""
+    """Escapes what Mermaid would read as its own syntax or as HTML. Callers choose the names of nodes."""
     return "".join(f"#{ord(sign)};" if sign in _MERMAID_SIGNS else sign for sign in name)
 
 

@@ -5,7 +5,7 @@ proxy, hostile_peer, malformed             stand between two parts, or behave as
 edge, prometheus, dashboards, certificates what operators add: Envoy, Prometheus, Grafana's dashboards, TLS certificates
 clients, history                           client processes, and what each of them saw
 tables, journal                            what the databases say
-checker                                    whether the invariants held, by history, tables and journal
+checker                                    whether history, tables and journal show that the invariants held
 arguments, table, environment, memory      small helpers of command lines and reports
-background                                 work that goes on beside a scope
+background                                 work that runs while the code of a scope runs
 """

@@ -1,4 +1,4 @@
-"""Work that goes on while the code of a scope runs."""
+"""Work that runs while the code of a scope runs."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ _END_S_MAX = 30.0
 
 
 class Balancers:
-    """Balancers, each with a name that stays the same when its process is replaced. `environ` is added to their
-    environment."""
+    """Balancers, each with a name that stays the same when its process is replaced. `environ` is added to the
+    environment of the processes."""
 
     def __init__(self, names: Sequence[str], *, config: Path, folder: Path, environ: Mapping[str, str]) -> None:
         self.names = names
@@ -63,7 +63,7 @@ async def open_balancers(
 
 @contextlib.asynccontextmanager
 async def open_balancer(config: Path) -> AsyncGenerator[Process, None]:
-    """Runs one balancer for this scope. Raises ProcessFailed if it has ended by itself."""
+    """Runs one balancer for this scope. Raises ProcessFailed if the balancer has ended by itself."""
     process = await _start(config, None)
     try:
         yield process

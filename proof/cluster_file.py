@@ -28,7 +28,7 @@ class Entry:
 @dataclass(kw_only=True)
 class ClusterFile:
     """A cluster file. Call `save` after each edit. While the file is spoiled, edits do not show: they take effect when
-    it is mended."""
+    the file is mended."""
 
     path: Path
     # The name of the cluster.

@@ -1,8 +1,8 @@
 """What clients saw. Each client records it while it happens, and the checker reads it after the run.
 
 There is one file for each client process, with one JSON object a line. A client writes the line of a call before it
-makes the call. So the beginning is recorded even if a SIGKILL follows, which tears at most the last line. Times are of
-CLOCK_MONOTONIC, which all processes of a machine share. The wall clock is recorded too, to show whether it jumped.
+makes the call. So the beginning is recorded even if a SIGKILL follows, which damages at most the last line. Times are
+of CLOCK_MONOTONIC, which all processes of a machine share. The wall clock is recorded too, to show whether it jumped.
 
     {"at": s, "wall": s, "call": 7, "verb": "ack", "org": "o1", "asked": …}     it begins; "due": s if it was planned
     {"at": s, "wall": s, "of": 7, "got": [job, …]}                              jobs came: on a stream, again and again
@@ -54,7 +54,7 @@ class Outcome(enum.StrEnum):
     OK = "ok"
     # Refused: nothing was done.
     ERROR = "error"
-    # It is unknown whether it was done.
+    # It is unknown whether the call was executed.
     UNKNOWN = "unknown"
 
 
@@ -98,7 +98,7 @@ class Call:
 
     @property
     def took_s(self) -> float:
-        """Seconds from when the call was due to its end. Infinity: it was never answered."""
+        """Seconds from the time at which the call was due until its end. Infinity: the call was never answered."""
         return math.inf if self.ended_s is None else self.ended_s - self.due_s
 
 
@@ -271,8 +271,8 @@ def asked_to_store(*, job: str, queue: str, key: str = "", delay_s: float = 0.0)
 def asked_to_start(
     *, job: str, queue: str, workflow: str, after: Sequence[str], timeout_s: float | None = None
 ) -> dict[str, object]:
-    """Returns a node of a new workflow as a line records it. `timeout_s`: for how long it waits for a signal, if it
-    does."""
+    """Returns a node of a new workflow as a line records it. `timeout_s`: for how long the node waits for a signal.
+    None: it does not wait for one."""
     delay_s = math.inf if after or timeout_s is not None else 0.0
     of_flow = {"workflow": workflow, "after": list(after), "timeout_s": timeout_s}
     return asked_to_store(job=job, queue=queue, delay_s=delay_s) | of_flow
@@ -416,7 +416,7 @@ def _signal(call: Call, told: _Tale) -> Signal:
 
 
 def _added_jobs(added: Addition) -> Iterator[Enqueue]:
-    """Yields the jobs of an acknowledged addition as stored jobs, whichever call stored them."""
+    """Yields the jobs of an acknowledged addition as stored jobs, no matter which call stored them."""
     # The answer says how many nodes were new, but not which.
     all_new = added.stored == len(added.nodes)
     for job in added.jobs.values():

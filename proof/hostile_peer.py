@@ -139,8 +139,8 @@ class HostilePeer:
         fields: Sequence[tuple[bytes, bytes]] = (),
         compressed: bool = False,
     ) -> int:
-        """Sends one call, and returns its stream. If `ends` is False, the request stays open, as that of a stream.
-        `fields`: further header fields. `compressed`: whether to mark the message as compressed."""
+        """Sends one call, and returns its stream. If `ends` is False, the request stays open, as the request of a
+        stream does. `fields`: further header fields. `compressed`: whether to mark the message as compressed."""
         stream = await self._open(path, fields)
         head = _prefix(len(message), compressed=compressed) + message
         await self._send(stream, head, len(message) + _PREFIX_BYTES, ends=ends)
@@ -224,8 +224,8 @@ class HostilePeer:
             raise
 
     async def _send(self, stream: int, head: bytes, size_bytes: int, *, ends: bool) -> None:
-        """Sends a body of this size that begins with `head` and is filled up with zeros, as the windows allow. Stops if
-        the server ends the call."""
+        """Sends a body of this size, `head` and then zeros, as fast as the windows allow. Stops if the server ends the
+        call."""
         sent = 0
         while sent < size_bytes:
             async with self._changed:
@@ -319,7 +319,8 @@ class HostilePeer:
                 if "END_STREAM" in frame.flags:
                     self._end_stream(frame.stream_id)
             case RstStreamFrame():
-                # A server also resets a stream that it has ended, if further frames come on it. Do not count that.
+                # A server also resets a stream that it has ended, if further frames come on it. Do not count such a
+                # reset.
                 if frame.stream_id not in self._ended:
                     seen.resets[_known(ErrorCodes, frame.error_code)] += 1
                 self._end_stream(frame.stream_id)
@@ -395,8 +396,8 @@ async def leave_answers_unread(
     ends: bool = True,
     enough: Callable[[Seen], object] | None = None,
 ) -> list[Seen]:
-    """Makes `calls` calls, spread over the connections, and takes no answer. Stays for `seconds`, or until each
-    connection has seen `enough`, if that is earlier.
+    """Makes `calls` calls, spread over the connections, and leaves the answers unread. Stays for `seconds`, or until
+    each connection has seen `enough`, if that is earlier.
 
     If `ends` is False, the requests stay open. This is for Consume, whose first ConsumeRequest is `message`.
     """
@@ -406,7 +407,7 @@ async def leave_answers_unread(
             await peer.call(path, message, ends=ends)
 
     shares = _shares(calls, connections)
-    # All connections leave together: one that left earlier would give back what it holds in the server.
+    # All connections end together, because a connection that ended earlier would free what it holds in the server.
     done = None if enough is None else _Enough(enough, asyncio.Barrier(len(shares)))
     return await asyncio.gather(
         *(_attack(open_peer(address, reads=reads), attack, n, seconds, enough=done) for n in shares)
@@ -533,7 +534,8 @@ async def drip(address: str, path: str, *, connections: int, seconds: float, eve
 
 @dataclass(frozen=True)
 class _Enough:
-    """Tells when an attack ends: when `of` has become true on each of its connections. They wait for each other."""
+    """Tells when an attack ends: when `of` has become true on each of its connections. The connections wait for each
+    other."""
 
     of: Callable[[Seen], object]
     by_all: asyncio.Barrier
@@ -569,7 +571,8 @@ async def _until_enough(peer: HostilePeer, attack: Coroutine[Any, Any, None], en
         await enough.by_all.wait()
     finally:
         attacking.cancel()
-        # The attack may have failed because the connection was closed. Take its error, so that asyncio does not log it.
+        # The attack may have failed because the connection was closed. Retrieve its error, so that asyncio does not log
+        # it.
         await asyncio.wait({attacking})
         if not attacking.cancelled():
             attacking.exception()

@@ -1,6 +1,6 @@
 """Malformed bytes for a gRPC port: bytes that are not HTTP/2, not gRPC, or not a protobuf message of the method.
 
-`conversation` draws what one client sends on one connection. `say` sends it, to loopback addresses only.
+`conversation` chooses at random what one client sends on one connection. `say` sends it, to loopback addresses only.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Conversation(NamedTuple):
 
 
 def conversation(luck: random.Random, *, valid: bytes) -> Conversation:
-    """Draws what one connection sends. `valid`: a valid message of some method. Parts of it may be in the drawn
-    bytes."""
+    """Chooses at random what one connection sends. `valid`: a valid message of some method. Parts of it may be in the
+    chosen bytes."""
     kind = luck.choice(sorted(_KINDS))
     return Conversation(kind, _KINDS[kind](luck, valid))
 

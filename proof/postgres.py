@@ -67,7 +67,7 @@ class Node:
         await asyncio.to_thread(self.cluster.start, _START_S_MAX)
 
     async def start_anew(self, *, standby_of: Node) -> None:
-        """Starts this node as the standby of another node, with a fresh copy of that node's data."""
+        """Starts this node as the standby of another node, with a new copy of that node's data."""
         await asyncio.to_thread(self.cluster.close)
         self.cluster = self._new(standby_of)
         await self.start()
@@ -180,7 +180,7 @@ class Shard:
             await self.synchronize()
 
     async def synchronize(self) -> None:
-        """Makes the standby synchronous: from then on it has every commit."""
+        """Makes the standby synchronous: from then on, the standby has every commit."""
         await asyncio.to_thread(_set, self.primary, "synchronous_standby_names", "*")
         await until(lambda: self.is_synchronous, f"{self.name} has a synchronous standby", within_s=_WAIT_S_MAX)
 
@@ -241,7 +241,7 @@ class Shard:
                     raise
 
     async def rebuild(self) -> None:
-        """Makes the other node a standby of the primary, with a fresh copy of the primary's data."""
+        """Makes the other node a standby of the primary, with a new copy of the primary's data."""
         assert self.standby is not None, f"{self.name} has one node"
         await self.standby.start_anew(standby_of=self.primary)
         await self.synchronize()
@@ -271,7 +271,7 @@ _connect = retry(
 
 
 def ask(dsn: str, statement: str) -> list[tuple[Any, ...]]:
-    """Runs one statement on a connection of its own. Waits while the server has no connection left: a fault may take
+    """Runs one statement on a connection of its own. Waits while the server has no free connection: a fault may take
     all connections, for a moment even those that are reserved for superusers."""
     with _connect(dsn, autocommit=True, connect_timeout=_ANSWER_S_MAX) as connection:
         cursor = connection.execute(statement.encode())
@@ -296,8 +296,8 @@ async def until(holds: Callable[[], object], what: str, *, within_s: float) -> N
 async def open_shards(
     count: int, *, replicated: bool, roots: Mapping[str, Path]
 ) -> AsyncGenerator[Mapping[str, Shard], None]:
-    """Starts the shards s1, s2, … for this scope. `replicated`: whether s1 has a standby. `roots`: folders for data,
-    by the node's name. A node that is not in it gets any folder."""
+    """Starts the shards s1, s2, … for this scope. `replicated`: whether s1 has a standby. `roots`: folders for data, by
+    the node's name. A node without an entry gets any folder."""
     shards: dict[str, Shard] = {}
     async with contextlib.AsyncExitStack() as stack:
         for name in (f"s{number}" for number in range(1, count + 1)):
@@ -316,7 +316,7 @@ async def _serving(node: Node, proxy: Proxy) -> AsyncGenerator[None, None]:
         try:
             port = node.cluster.port
         except EmbeddedError:
-            # The node's server is being created anew.
+            # The node's server is being replaced by a new one.
             writer.transport.abort()
         else:
             await proxy.serve("127.0.0.1", port, client, writer)

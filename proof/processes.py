@@ -32,8 +32,8 @@ async def start(
     stderr: int | IO[bytes] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Process:
-    """Starts a process that runs this module of the checkout. Without `environ`, it inherits the environment of this
-    process."""
+    """Starts a process that runs this module of the checkout. Without `environ`, the new process inherits the
+    environment of this process."""
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", module, *arguments),
         stdin=stdin,
@@ -73,7 +73,7 @@ async def finish(process: Process) -> None:
 
 
 async def end(process: Process, *, seconds_max: float = _END_S_MAX) -> None:
-    """Closes a process's input so that it ends, and kills it if it does not."""
+    """Closes a process's input so that the process ends. Kills the process if it does not end."""
     assert process.stdin is not None
     process.stdin.close()
     await _ended(process, seconds_max)

@@ -46,7 +46,8 @@ class _Link:
 
     client: tuple[asyncio.StreamReader, asyncio.StreamWriter]
     server: tuple[asyncio.StreamReader, asyncio.StreamWriter]
-    # The cut that will lose the present answer, which is held back until it is complete. None: no answer will be lost.
+    # The cut that will lose the current answer. This answer is held back until it is complete. None: no answer will be
+    # lost.
     losing: Cut | None = None
     held_back: bytearray = field(default_factory=bytearray)
     # The last bytes that the client sent. They are kept because a pattern may arrive in two pieces.
@@ -60,8 +61,8 @@ class _Link:
 
 
 class Proxy:
-    """A proxy, made by `open_proxy`. `answered` gets the bytes that a server has sent, and says whether its answer is
-    complete."""
+    """A proxy, made by `open_proxy`. `answered` is called with the bytes that a server has sent, and says whether the
+    server's answer is complete."""
 
     def __init__(self, answered: Callable[[bytes], bool]) -> None:
         self.port = 0

@@ -51,7 +51,7 @@ def stop(client: windrow.SyncClient, person: str) -> int:
 def move(client: windrow.SyncClient, person: str, days: float) -> int:
     """Makes all messages that a person has not got yet this many days later. Returns how many were changed."""
     moved = 0
-    # With several states, the list is in the order of the ids: a message that is moved keeps its place.
+    # With several states, the list is in the order of the ids, so a message that is moved keeps its place.
     states = [windrow.JobState.SCHEDULED, windrow.JobState.READY]
     for job in client.iter_jobs(QUEUE, states=states, attributes={"campaign": CAMPAIGN, "person": person}):
         # Each message has a time of its own. A message that is sent at this moment is STALE, and stays as it is.

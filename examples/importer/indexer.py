@@ -31,7 +31,8 @@ class Products:
         )
 
     def put(self, rows: Sequence[tuple[str, int]]) -> None:
-        """Writes products in one transaction. A row that is written again changes nothing: a batch may be repeated."""
+        """Writes products in one transaction. A row that is written again changes nothing, so a batch may be
+        repeated."""
         with self._lock, self._database:
             self._database.executemany("INSERT OR REPLACE INTO product VALUES (?, ?)", rows)
 
@@ -49,7 +50,7 @@ def make_worker(org: str, products: Products, *, window_s: float) -> windrow.Wor
     def index_rows(jobs: Sequence[windrow.Job]) -> list[windrow.Kill | None]:
         rows = [job.json() for job in jobs]
         products.put([(row["sku"], row["cents"]) for row in rows if row["cents"] >= 0])
-        # Return one outcome for each job: a broken row must not fail the other rows, nor be tried again.
+        # Return one outcome for each job: a broken row must not fail the other rows, and must not be tried again.
         return [windrow.Kill(f"no price: {row['cents']}") if row["cents"] < 0 else None for row in rows]
 
     return worker

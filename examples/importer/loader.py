@@ -16,14 +16,14 @@ from examples.importer.feeds import FEEDS, IMPORTS, ROWS, rows_of
 
 # How long a call waits for a job.
 WAIT_S = 20.0
-# The pause after a dequeue that failed, if the router does not ask for another one.
+# The pause after a dequeue that failed, if the router does not ask for another pause.
 PAUSE_S = 1.0
 
 log = logging.getLogger("loader")
 
 
 class LeaseLost(Exception):
-    """Somebody else has the job, or will have it: more work on it here would be in vain."""
+    """Another program has the job, or will have it. So this program need not continue its work on the job."""
 
 
 def load(client: windrow.SyncClient, job: windrow.Job, *, window_s: float, slow_s: float) -> windrow.Batch:
@@ -42,25 +42,26 @@ def load(client: windrow.SyncClient, job: windrow.Job, *, window_s: float, slow_
 
 
 def work(client: windrow.SyncClient, job: windrow.Job, *, window_s: float, slow_s: float) -> None:
-    """Works one job and reports its outcome. No job, and no router that is away, may end the loop."""
+    """Works on one job and reports its outcome. Neither a job nor a router that does not answer may end the loop."""
     try:
         try:
             done = load(client, job, window_s=window_s, slow_s=slow_s)
         except LeaseLost:
             return
         except Exception as error:
-            # Also a payload that cannot be read: another attempt follows, and after the last one the job is dead.
+            # This includes a payload that cannot be read. Another attempt follows; after the last attempt, the job is
+            # dead.
             log.exception("job %s failed", job.id)
             client.nack(job, error=error)
         else:
             client.ack(job, result={"rows": done.jobs, "known": done.duplicates})
     except windrow.WindrowError as error:
-        # The lease expires, and the job comes back.
+        # The lease expires, and the job is delivered again.
         log.warning("the outcome of job %s is not reported: %s", job.id, error)
 
 
 def take(client: windrow.SyncClient, name: str, *, window_s: float) -> list[windrow.Job]:
-    """Leases a job, or none if there is none, or if no router answers."""
+    """Leases a job. Returns no job if none is due, or if no router answers."""
     try:
         return client.dequeue(IMPORTS, visibility_window=window_s, worker=name, wait=WAIT_S)
     except (windrow.InvalidRequest, windrow.PermissionDenied, windrow.TlsFailed, windrow.RouterTooOld):

@@ -1,8 +1,8 @@
-"""A mail server for trials: it takes up to --rate messages in a second, and refuses further messages with 429.
+"""A mail server for trials: it accepts up to --rate messages in a second, and refuses further messages with 429.
 
 python -m examples.newsletter.mail_server --port 9200 --rate 50
 
-`POST /messages` with an Idempotency-Key sends a message once. `GET /` tells what came.
+`POST /messages` with an Idempotency-Key sends a message once. `GET /` shows how many messages were sent and refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Mails:
         self._refused = 0
 
     def send(self, key: str) -> bool:
-        """Sends a message, unless it was sent before. Returns False if there are too many in this second."""
+        """Sends a message, unless it was sent before. Returns False if there are too many messages in this second."""
         now = time.monotonic()
         with self._lock:
             while self._latest and self._latest[0] <= now - 1:

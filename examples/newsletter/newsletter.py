@@ -73,7 +73,7 @@ def send_mail(job: windrow.Job, server: str) -> None:
     except HTTPError as error:
         with error:
             if error.code == 429:
-                # Somebody else sends too. Nothing has failed: the attempt does not count.
+                # Other programs send, too. Nothing has failed, so the attempt does not count.
                 raise windrow.Snooze("the mail server is busy", after=float(error.headers["Retry-After"])) from error
             raise windrow.Retry(f"the mail server answered {error.code}") from error
     except OSError as error:

@@ -3,8 +3,8 @@
 python -m examples.payments.bank --port 9100 --file bank.db
 
 `POST /charges` with {"customer": "ada", "cents": 500} and an Idempotency-Key answers whether the money was taken; with
-a key that it knows, it answers as before. `POST /hold` lets charges wait, until `POST /resume`. `GET /` tells what
-was taken.
+a key that it knows, it answers as before. `POST /hold` makes charges wait until `POST /resume`. `GET /` shows what was
+taken.
 """
 
 from __future__ import annotations

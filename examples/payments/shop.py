@@ -24,7 +24,8 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 class Fence(NamedTuple):
     """A value that is higher for each new lease of a job. After a retry, snooze, release or redrive, the job has a
-    later due time, by the shard's clock. After a lease that expired, it has the same due time and a higher attempt."""
+    later due time, by the shard's clock. After a lease that expired, the job has the same due time and a higher
+    attempt."""
 
     due_us: int
     attempt: int
@@ -58,7 +59,7 @@ class Orders:
         )
 
     def write(self, order_id: str, state: str, fence: Fence) -> bool:
-        """Changes an order's state, unless a later lease has written. Returns whether it did.
+        """Changes an order's state, unless a later lease has written. Returns whether the state was changed.
 
         A later lease exists only after the earlier one has ended. So a late worker, such as one whose machine stood
         still for a minute, changes nothing any more. This works without a call to Windrow, and without a clock."""
@@ -87,7 +88,7 @@ def place(client: windrow.SyncClient, orders: Orders, count: int) -> list[windro
         order_id, customer, cents = f"order-{number}", f"customer-{number % 7}", 50 + number * 137 % CENTS_MAX
         orders.add(order_id, customer, cents)
         payload = {"order": order_id, "customer": customer, "cents": cents}
-        # The order's own id is the key: a producer that crashed places the same orders again.
+        # The order's own id is the key, because a producer that crashed places the same orders again.
         jobs.append(
             windrow.NewJob(QUEUE, KIND, payload, attributes={"customer": customer}, dedup_key=order_id, max_attempts=50)
         )

@@ -26,7 +26,8 @@ def take(bank: str, order: dict[str, str | int]) -> bool:
     request = Request(
         f"{bank}/charges",
         data=json.dumps({"customer": order["customer"], "cents": order["cents"]}).encode(),
-        # The key is the order's id, and not that of a job or an attempt: whoever asks again, it is the same payment.
+        # The key is the order's id, and not that of a job or an attempt: no matter who asks again, it is the same
+        # payment.
         headers={"Content-Type": "application/json", "Idempotency-Key": str(order["order"])},
     )
     try:
@@ -49,7 +50,7 @@ def make_worker(org: str, bank: str, file: Path, *, window_s: float) -> windrow.
         # A declined payment is an answer, and not a failure, so there is nothing to try again.
         state = "paid" if take(bank, order) else "declined"
         if not orders.write(order["order"], state, fence):
-            # The lease has ended, so whatever is returned here changes nothing at Windrow either.
+            # The lease has ended, so the returned value changes nothing in Windrow either.
             _log.warning("%s: attempt %d is late; another worker has the order", order["order"], job.attempt)
             return None
         return {"state": state}

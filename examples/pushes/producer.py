@@ -20,7 +20,7 @@ QUEUE = "pushes"
 KIND = "push"
 
 # How many pushes are sent at once. The pushes of one org are one call, and the next pushes wait until all of these are
-# acknowledged. So an org's jobs are stored in recorded order. A job overtakes fewer jobs of other orgs than this.
+# acknowledged. So an org's jobs are stored in recorded order. A job overtakes fewer than this many jobs of other orgs.
 WINDOW = 500
 DELAYED_EVERY = 10
 DELAY_S_MAX = 5.0
@@ -89,8 +89,8 @@ async def _send(
     jobs: Sequence[windrow.NewJob],
     acknowledged: Callable[[str, Sequence[windrow.Enqueued]], None],
 ) -> None:
-    """Sends jobs until they are stored. The client retries for its `timeout`; this continues after that. A call that
-    broke may have stored the jobs or not: the ids make the next try safe in both cases."""
+    """Sends jobs until they are stored. The client retries for its `timeout`; this function continues after that. A
+    call that broke may have stored the jobs or not: the ids make the next try safe in both cases."""
     deadline_s = time.monotonic() + _RETRY_S_MAX
     while True:
         try:

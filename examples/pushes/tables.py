@@ -1,8 +1,8 @@
 """The application's own tables: the totals, and the ids of the jobs that the totals include. They are in the
 application's database, which Windrow does not know.
 
-A queue delivers a job at least once. These tables make its effect happen exactly once: the job's id and its effect are
-committed together, and an id that exists already changes nothing.
+A queue delivers a job at least once. These tables make a job's effect happen exactly once: the job's id and its effect
+are committed together, and an id that exists already changes nothing.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def make_worker(
 
     @worker.handler(KIND)
     async def push(job: windrow.Job) -> None:
-        # The job is acked when this returns, so only after the commit.
+        # The job is acked when this handler returns, so only after the commit.
         await totals.add(job.id, Push.from_json(job.payload))
 
     return worker
@@ -91,10 +91,11 @@ async def work(
 
 
 def _end_with_stdin() -> None:
-    """Ends this process when its parent process, which holds the other end of standard input, ends in whatever way."""
+    """Ends this process when its parent process ends, in any way. The parent process holds the other end of standard
+    input."""
     while os.read(0, 4096):
         pass
-    # SIGTERM stops running workers in order; it ends the process if none runs yet.
+    # SIGTERM stops running workers gracefully. If no worker runs yet, SIGTERM ends the process.
     os.kill(os.getpid(), signal.SIGTERM)
 
 

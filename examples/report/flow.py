@@ -21,8 +21,8 @@ WAIT_S = 600.0
 
 
 def make_flow(org: str, pushes: Sequence[Push], *, flow_id: str, broken: bool = False) -> windrow.Workflow:
-    """Makes the graph: for each project many nodes that count a part, and a node that adds them up; after all sums, the
-    node that writes the report.
+    """Makes the graph: for each project many nodes that count a part each, and a node that adds up these counts; after
+    all sums, the node that writes the report.
 
     `broken`: the first part cannot be read."""
     by_project: dict[str, list[Push]] = defaultdict(list)

@@ -1,4 +1,5 @@
-"""Runs the nodes of report workflows. Any number of workers may run, and no worker has to stay between two nodes.
+"""Runs the nodes of report workflows. Any number of workers may run, and no worker has to keep running between two
+nodes.
 
 python -m examples.report.worker acme
 """

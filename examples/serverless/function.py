@@ -1,4 +1,4 @@
-"""A function: it takes one job, works it, and ends. The scaler starts as many functions as are needed.
+"""A function: it takes one job, works on it, and ends. The scaler starts as many functions as are needed.
 
 python -m examples.serverless.function shop
 """
@@ -32,7 +32,7 @@ def main() -> None:
         # job of a function that was ended comes back.
         jobs = client.dequeue(QUEUE, visibility_window=given.limit, worker=f"function-{os.getpid()}")
         if not jobs:
-            # Other functions were faster. That costs no more than the start of this one.
+            # Other functions were faster. That costs no more than the start of this function.
             return
         (job,) = jobs
         try:

@@ -24,8 +24,8 @@ def to_start(*, ready: int, leased: int, running: int, most: int) -> int:
     """Returns how many functions to start. `running`: how many functions this program has started that have not ended.
 
     A running function without a job will take one of the ready jobs, so that job needs no other function. After a crash
-    of this program, functions run that it does not know; most of them have leases. So a few functions too many may
-    start. They find no job, because the queue's limit of jobs in flight is exact."""
+    of this program, some functions still run that the program does not know; most of them have leases. So a few
+    functions too many may start. They find no job, because the queue's limit of jobs in flight is exact."""
     without_job = max(0, running - leased)
     return max(0, min(ready - without_job, most - max(running, leased)))
 

@@ -1,4 +1,4 @@
-"""Takes events by HTTP, and enqueues the delivery of each.
+"""Receives events by HTTP, and enqueues the delivery of each event.
 
 python -m examples.webhooks.api --port 8080
 

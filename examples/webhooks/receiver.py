@@ -2,7 +2,7 @@
 
 python -m examples.webhooks.receiver --port 9000 --fail 0.2 --hang 0.05
 
-`POST /gone…` answers 410 until somebody sends `POST /repair`. `GET /` tells what came and what took effect.
+`POST /gone…` answers 410 until somebody sends `POST /repair`. `GET /` shows what came and what took effect.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         is_new = self.effects.apply(self.path, self.headers.get("Idempotency-Key", ""))
         if random.random() < self.hang:
-            # The event took effect, and the sender does not learn of it.
+            # The event took effect, but the sender is not told so.
             self.ended.wait(60)
             return
         self._answer(200, {"new": is_new})

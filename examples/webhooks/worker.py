@@ -24,8 +24,8 @@ _log = logging.getLogger("webhooks")
 
 
 def deliver(job: windrow.Job) -> dict[str, int]:
-    """Sends an event to its endpoint. Any answer except 2xx fails the attempt. It raises Retry, because a traceback in
-    the log for each failure of somebody else's server would help nobody."""
+    """Sends an event to its endpoint. Any answer except 2xx fails the attempt. The handler raises Retry, because a
+    traceback in the log for each failure of somebody else's server would help nobody."""
     event = job.json()
     request = Request(
         event["endpoint"],

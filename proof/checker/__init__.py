@@ -1,4 +1,5 @@
-"""Checks the invariants, using what clients saw and what the tables contain. Pure: evidence in, violations out.
+"""Checks the invariants, using what clients saw and what the tables contain. Pure: takes evidence, and returns
+violations.
 
 The checker never raises a false alarm: it does not report what could have happened without a bug. Client-side times
 come from one monotonic clock; each rule says what it concludes from them, and why that is safe.

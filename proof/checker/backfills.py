@@ -1,10 +1,10 @@
 """Checks I10 for backfills. An answered backfill has stored one job for each instant of its range, or has skipped the
-instant for an overlap. No instant is stored twice, or without a call that asked for it.
+instant because of an overlap. No instant is stored twice, or without a call that asked for it.
 
-If an instant was skipped for a pause or for a catch-up, a backfill decides the instant anew. If an instant has a run,
-it keeps this run for as long as the shard remembers the run. Shards remember runs of backfills for days, and other runs
-for as long as they are among the schedule's newest. So a backfill may store a run again if the shard has forgotten
-the run.
+If an instant was skipped because of a pause or a catch-up, a backfill decides the instant anew. If an instant has a
+run, a backfill does not change the run, for as long as the shard remembers the run. Shards remember runs of backfills
+for days, and other runs for as long as they are among the schedule's newest. So a backfill may store a run again if the
+shard has forgotten the run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Wrong = Iterator[tuple[int, str]]
 
 
 def split(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
-    """Returns the runs that schedules have decided by themselves or that were triggered, and those of backfills."""
+    """Returns the runs that schedules have decided by themselves or that were triggered, and the runs of backfills."""
     # If a backfill stores the first of several instants that were skipped together, the other instants get a new
     # record, which tells nothing new.
     first_us: dict[tuple[str | None, int], int] = {}
@@ -80,7 +80,7 @@ def _instants(schedule: Schedule, one: Backfill) -> tuple[set[int], set[int]]:
 
 
 def _faults(run: Run, by: Sequence[Backfill], pauses: Sequence[tuple[int, int]]) -> Iterator[str]:
-    """Yields what is wrong with one decision. `by`: the calls that may have made it."""
+    """Yields what is wrong with one decision. `by`: the calls that may have made the decision."""
     if not by:
         yield "a backfill decided it, and nobody asked for that"
     elif run.skipped_for is not None and not (run.skipped_for == "overlap" and any(one.may_skip for one in by)):

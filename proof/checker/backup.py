@@ -67,7 +67,7 @@ class Backup:
 
     def is_second(self, row: Row) -> bool:
         """Returns whether this row is a copy of a job that lives on another shard: the backup had brought the copy
-        back, and it was ended because a client asked to cancel the job."""
+        back, and the copy was ended because a client asked to cancel the job."""
         ended = row.shard == self.shard and row.state is State.CANCELLED
         return ended and row.job in self._to_cancel and self.revives(row.job)
 
@@ -138,7 +138,7 @@ class Backup:
 
 
 def books_have(row: Row, settle: Settle) -> bool:
-    """Returns whether a job's row contains a settle that was answered OK. True if the row cannot tell."""
+    """Returns whether a job's row contains a settle that was answered OK. True if the row does not show it."""
     verb, number = settle.call.verb, settle.lease.number
     if verb is Verb.EXTEND:
         return True

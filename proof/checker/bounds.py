@@ -16,7 +16,7 @@ from proof.history import Call, Outcome, Verb
 _RESTART_CODES = frozenset({"UNAVAILABLE", "SETTLED_UNAVAILABLE", "STREAM_ENDED"})
 # Codes that have other causes than the restart of a router.
 _OWN_CODES: Mapping[Verb, frozenset[str]] = {
-    # The consumer gave its stream a deadline, or wrote to it after it had ended.
+    # The consumer gave its stream a deadline, or wrote to the stream after the stream had ended.
     Verb.CONSUME: frozenset({"DEADLINE_EXCEEDED", "WRITE_FAILED"}),
     # The client gave up the call very early, or the lease or the workflow had ended.
     Verb.ADD: frozenset({"DEADLINE_EXCEEDED", "FAILED_PRECONDITION"}),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from proof.history import History
 
-# The system may adjust the machine's wall clock now and then, by up to this.
+# The system may adjust the machine's wall clock from time to time, by at most this many seconds.
 CLOCK_S = 0.05
 CLOCK_US = round(CLOCK_S * 1e6)
 
@@ -65,7 +65,8 @@ class Row:
     stored_us: int = 0
     # The signal with which the job of a node succeeded. None: no signal ended the job.
     signal: str | None = None
-    # The time at which the job was cancelled because no signal had come in time. None: it was not cancelled for that.
+    # The time at which the job was cancelled because no signal had come in time. None: the job was not cancelled for
+    # this reason.
     unsignalled_us: int | None = None
 
 
@@ -83,7 +84,7 @@ class Flow:
     added: Mapping[str, str] = field(default_factory=dict[str, str])
     # The ids of the jobs that the end of the workflow releases.
     callbacks: frozenset[str] = frozenset()
-    # The workflow that this one retries. Empty: it is no retry.
+    # The workflow that this one retries. Empty: this workflow is no retry.
     retry_of: str = ""
     # The names of all nodes, by the ids of the nodes' jobs.
     names: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -100,7 +101,7 @@ class Terms:
     # instant lies between the creation and the end of the schedule.
     every_us: int
     offset_us: int = 0
-    # The reasons for which its policies may skip an instant.
+    # The reasons for which the schedule's policies may skip an instant.
     skips_for: frozenset[str]
     # Whether the overlap policy cancels the job of the run before.
     cancels: bool = False
@@ -120,9 +121,9 @@ class Change:
 
     kind: ChangeKind
     began_us: int
-    # None: it was not answered, so it may have been executed at any later time, or not at all.
+    # None: the call was not answered, so it may have been executed at any later time, or not at all.
     ended_us: int | None
-    # The terms to which the call alters the schedule. None: it does not alter it.
+    # The terms to which the call alters the schedule. None: the call does not alter the schedule.
     terms: Terms | None = None
 
 
@@ -130,13 +131,13 @@ class Change:
 class Backfill:
     """One try of a call of BackfillSchedule. Times are of the shards' clock."""
 
-    # The range of the backfill. The end is not part of it.
+    # The range of the backfill. The range does not include its end.
     begin_us: int
     end_us: int
-    # Whether its overlap policy may skip instants.
+    # Whether the overlap policy of the backfill may skip instants.
     may_skip: bool
     began_us: int
-    # None: it was not answered, so it may have been executed at any later time, or not at all.
+    # None: the call was not answered, so it may have been executed at any later time, or not at all.
     ended_us: int | None
     # How many instants the answer counts. None: there was no answer.
     instants: int | None = None
@@ -148,7 +149,7 @@ class Schedule:
 
     org: str
     name: str
-    # The terms with which it was created.
+    # The terms with which the schedule was created.
     terms: Terms
     ends_us: int
     # Changes, made one after another.
@@ -214,7 +215,7 @@ class Run(NamedTuple):
     schedule_id: str
     at_us: int
     through_us: int | None
-    # stored, buffered or skipped, as in the table.
+    # `stored`, `buffered` or `skipped`, as in the table.
     outcome: str
     skipped_for: str | None
     job: str | None
@@ -222,7 +223,7 @@ class Run(NamedTuple):
     decided_us: int
     # The id of the TriggerSchedule request that asked for the run. None: no such request.
     request: str | None = None
-    # schedule, catch_up, trigger or backfill, as in the table.
+    # `schedule`, `catch_up`, `trigger` or `backfill`, as in the table.
     cause: str = "schedule"
 
 
@@ -255,7 +256,7 @@ class Owned:
     shard: str
     at_s: float
     slots: Sequence[int]
-    # owned or draining, as in the table.
+    # `owned` or `draining`, as in the table.
     state: str
     epoch: int
     chunk: int
@@ -323,7 +324,7 @@ class Version:
     # What the shard had recorded about its slots until that time.
     owned: Sequence[Owned]
     schedules: Sequence[StoredSchedule] = ()
-    # The ids of its workflows. A move takes workflows along, but not their finished jobs.
+    # The ids of its workflows. A move also moves workflows, but not their finished jobs.
     flows: frozenset[str] = frozenset()
 
 
@@ -369,9 +370,9 @@ class Evidence:
     stored_schedules: Sequence[StoredSchedule] = ()
     # All records of runs that any shard ever had. A move copies runs.
     runs: frozenset[Run] = frozenset()
-    # In the order of the catalog's commits.
+    # The placements of slots, in the order of the catalog's commits.
     placed: Sequence[Placed] = ()
-    # For each shard, in the order of its commits.
+    # What shards know about slots; for each shard, in the order of its commits.
     owned: Sequence[Owned] = ()
     # The slots of the orgs that have a slot of their own.
     pins: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -400,5 +401,5 @@ class Evidence:
 class Violation:
     invariant: str
     what: str
-    # True: a restored backup explains it, so it does not count as a violation.
+    # True: a restored backup explains what happened, so it does not count as a violation.
     excused: bool = False

@@ -3,12 +3,12 @@
 A client does not see the whole life of a lease: the lease began before the job arrived, and ended at a moment that only
 the shard knows. But three things are certain.
 
-- A settle or an extend that was answered OK found the lease live, and so did an addition of nodes to its workflow. So
-  the lease was live at least until that call began. If the call was repeated, the lease was live at least until the
-  first try began: a repeated ack is answered OK because the first try acked the job.
+- A settle or an extend that was answered OK found the lease live, and so did an addition of nodes to the job's
+  workflow. So the lease was live at least until that call began. If the call was repeated, the lease was live at least
+  until the first try began: a repeated ack is answered OK because the first try acked the job.
 - A lease that a Dequeue gave lasts at least for its window, counted from the beginning of the call, which is earlier
-  than the lease. It lasts longer if it was extended. It lasts less only if its holder ends it, or somebody cancels the
-  job. This does not hold for a stream's lease, because nobody knows when it began.
+  than the beginning of the lease. It lasts longer if it was extended. It lasts less only if its holder ends it, or
+  somebody cancels the job. This does not hold for a stream's lease, because nobody knows when it began.
 - Only the consumer that has read a job gives it back. A router gives back only jobs that no consumer has read.
 
 A job's attempts are numbered, so it is known which of two leases with different numbers is later. If the job arrived
@@ -47,8 +47,8 @@ def check(evidence: Evidence) -> Iterator[Violation]:
             call = replace(added.call, verb=Verb.EXTEND)
             settles[added.lease].append(Settle(call=call, lease=added.lease, answer=Answer.OK))
         # Like a release, a wait ends the lease, and the attempt does not count. While the org moves, the router first
-        # stores the nodes on one shard and then ends the lease on the other, where it may have ended by itself
-        # meanwhile.
+        # stores the nodes on one shard and then ends the lease on the other shard, where the lease may have ended by
+        # itself meanwhile.
         if added.may_end_lease:
             call = replace(added.call, verb=Verb.RELEASE)
             answer = Answer.OK if added.waits and not moves.may_move(call) else None
@@ -137,8 +137,8 @@ def _overlaps(
 
 
 def _is_later(one: Delivery, other: Delivery, backup: Backup) -> bool:
-    """Returns whether one delivery is later than the other, by their attempt numbers. After a restore these start again
-    from an older value."""
+    """Returns whether one delivery is later than the other, by their attempt numbers. After a restore, the numbers
+    start again from an older value."""
     before = backup.was_given_before(other)
     return one.attempt > other.attempt if backup.was_given_before(one) == before else before
 
@@ -170,8 +170,8 @@ def _after_the_end(
     backup: Backup,
 ) -> Iterator[Violation]:
     """Yields deliveries of jobs that were already finished, dead or cancelled."""
-    # For each end of the job: the verb that ended it, the time at which that was answered, the attempt, whether a
-    # restored backup lacks the end, and whether the end belongs to the time before the restore.
+    # For each end of the job: the verb of the call that ended the job, the time at which this call was answered, the
+    # attempt, whether a restored backup lacks the end, and whether the end belongs to the time before the restore.
     ends: list[tuple[Verb, float | None, int, bool, bool]] = [
         (
             settle.call.verb,

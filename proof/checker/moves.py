@@ -29,7 +29,7 @@ class Moves:
 
     def may_move(self, call: Call) -> bool:
         """Returns whether the org of the call may have been moving during the call. An org that has a slot of its own
-        may have got it during the run."""
+        may have got this slot during the run."""
         by_hash = slot_of(OrgId(call.org))
         slots = {by_hash, self._pins.get(call.org, by_hash)}
         ended_s = float("inf") if call.ended_s is None else call.ended_s

@@ -6,7 +6,7 @@ shard's ownership before this change commits. The next shard's ownership begins 
 clock, the first ownership never ends later than the next one begins.
 
 A shard whose backup was restored has two histories. The history of the replaced database ends with the replacement. The
-history of the backup goes on, but it owns nothing until an operator accepts the loss.
+history of the backup continues, but the shard owns nothing until an operator accepts the loss.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def _epochs(owned: Sequence[Owned], restored: Restored | None = None) -> Iterato
 
 
 def _ends_arrival(before: Owned, now: Owned) -> bool:
-    """Returns whether this change only ends the arrival of a slot: the source has no job of it left, so groups get
-    their group slots here."""
+    """Returns whether this change only ends the arrival of a slot: the source has no more jobs of the slot, so groups
+    get their group slots on this shard."""
     return before.arriving and not now.arriving and now.chunk == before.chunk
 
 
@@ -149,8 +149,8 @@ def _is_accepted(now: Owned, restored: Restored) -> bool:
 
 
 def _as_obeyed(owned: Sequence[Owned], restored: Restored) -> list[Owned]:
-    """Returns what counted as each shard's knowledge, in order. Between the replacement and the acceptance, the
-    restored shard counted as the owner of nothing."""
+    """Returns the changes that counted as each shard's knowledge, in their order. Between the replacement and the
+    acceptance, the restored shard counted as the owner of nothing."""
     others = [now for now in owned if now.shard != restored.shard]
     since = [now for now in owned if now.shard == restored.shard and now.at_s >= restored.accepted_s]
     by_then = [now for now in owned if now.shard == restored.shard and now.at_s < restored.accepted_s]

@@ -20,12 +20,12 @@ RUNS_KEPT = 20
 def find_instants(schedule: Schedule, created_us: int) -> tuple[set[int], set[int]]:
     """Returns the instants that must have been decided, and the instants that may have been decided."""
     ends_us = schedule.ends_us
-    # For each set of terms: the earliest time at which it may have come into force, and the time from which it
-    # certainly was in force.
+    # For each set of terms: the earliest time at which the terms may have come into force, and the time from which they
+    # certainly were in force.
     steps = [(created_us, created_us, schedule.terms)]
     must, may = set[int](), set[int]()
     open_us = ends_us
-    # If all terms have the same timing, the instants are the same, whichever terms were in force.
+    # If all terms have the same timing, the instants are the same, no matter which terms were in force.
     is_steady = all(terms.every_us == schedule.terms.every_us for _, _, terms in schedule.alterations)
     for began_us, ended_us, terms in () if is_steady else schedule.alterations:
         if ended_us is None:
@@ -90,8 +90,8 @@ def certain_pauses(changes: Sequence[Change]) -> list[tuple[int, int]]:
 
 def latest_us(changes: Sequence[Change], begin: ChangeKind, end: ChangeKind) -> int:
     """Returns the latest time at which a state, such as a pause, may have been in force. Calls of the kind `begin`
-    begin it, and calls of the kind `end` end it. If both kinds are the same, returns the latest time at which such a
-    call may have been executed. Returns −1 if there was no call of the kind `begin`."""
+    begin this state, and calls of the kind `end` end it. If both kinds are the same, returns the latest time at which
+    such a call may have been executed. Returns −1 if there was no call of the kind `begin`."""
     until_us = -1
     for one in changes:
         if one.kind is end and one.ended_us is not None and until_us == FOREVER_US:

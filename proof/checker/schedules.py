@@ -3,15 +3,15 @@ that its policies allow. This also holds while operators pause, resume, alter an
 pause are skipped.
 
 The shards record each run in the transaction that stores it, and a move copies the record. So two different records of
-one instant are two decisions, except for a run that waited: it has one record from when it was buffered, and one from
-when it was stored. The job that a record names must exist, and each job that names a run must have a record. Schedules
-end before the backup is made, so the backup lacks no runs. But it lacks schedules and dead jobs that moved to the shard
-after the backup was made, and contains schedules that moved away after that.
+one instant are two decisions, except for a run that waited: such a run has one record from when it was buffered, and
+one from when it was stored. The job that a record names must exist, and each job that names a run must have a record.
+Schedules end before the backup is made, so the backup lacks no runs. But it lacks schedules and dead jobs that moved to
+the shard after the backup was made, and contains schedules that moved away after that.
 
 A call of an operator took effect at some moment between its beginning and its answer. If it was not answered, it may
 have taken effect at any later time. So a pause is certain only until the first unanswered call that may have resumed
-the schedule, and instants are certain only until the first unanswered call that may have altered it. Operators make one
-call after another. Their clock is that of the shards, because all processes of a run are on one machine.
+the schedule. Instants are certain only until the first unanswered call that may have altered the schedule. Operators
+make one call after another. Their clock is that of the shards, because all processes of a run are on one machine.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _jobless(backup: Backup, schedule: Schedule, run: Run, jobs: Mapping[str, Ru
 
 
 def _triggered(schedule: Schedule, runs: Sequence[Run]) -> Iterator[Violation]:
-    """Checks that each call that triggers a run has stored one job, however often it was repeated."""
+    """Checks that each call that triggers a run has stored one job, no matter how often the call was repeated."""
     of_request: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for run in runs:
         if run.request is not None:

@@ -1,12 +1,12 @@
 """Checks I11 for nodes that wait for signals. The first signal ends its node as succeeded, once, and its payload is the
-result of the node's job. A node without a signal fails no earlier than its time is over. No consumer gets the job.
+result of the node's job. A node without a signal fails only after its time is over. No consumer gets the job.
 
-A signal that was answered OK may have no effect. This happens if it came before the end of the nodes that its node
-waits for, and somebody then cancelled the job or the workflow. A cancel that was not answered may be executed at any
-later time.
+A signal that was answered OK may have no effect. This happens if the signal came before the end of the nodes that its
+node waits for, and somebody then cancelled the job or the workflow. A cancel that was not answered may be executed at
+any later time.
 
-A node's time counts from the transaction that releases it, by the shard's clock. That is no earlier than the time at
-which its job was stored.
+A node's time counts from the transaction that releases it, by the shard's clock. This transaction is no earlier than
+the time at which the node's job was stored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from proof.checker.evidence import CLOCK_US, Evidence, Row, State, Violation
 from proof.checker.workflows import LostJob, by_operators, lost_jobs
 from proof.history import Answer, Outcome, Signal
 
-# Errors that a signal never gets: it is given to a node that exists and waits for one.
+# Errors that a signal never gets, because each signal is given to a node that exists and waits for a signal.
 _WRONG_CODES = frozenset({"NOT_FOUND", "INVALID_ARGUMENT"})
 # The error if the node has ended without a signal, or will end without one.
 _REFUSED = "FAILED_PRECONDITION"
@@ -66,8 +66,8 @@ def check(evidence: Evidence) -> Iterator[Violation]:
 
 
 def _wrong_end(row: Row, signals: Sequence[Signal], *, until_us: int, was_cancelled: bool) -> Iterator[str]:
-    """Yields what is wrong with the end of a node that waits for a signal. `until_us`: the earliest time at which it
-    may fail without a signal."""
+    """Yields what is wrong with the end of a node that waits for a signal. `until_us`: the earliest time at which the
+    node may fail without a signal."""
     answered = [one for one in signals if one.call.outcome is Outcome.OK]
     if row.state is State.SUCCEEDED:
         if row.signal is None:

@@ -1,5 +1,5 @@
-"""Checks I1 (every acknowledged job exists, and a router finds it) and I3 (every job exists once, however often it was
-enqueued).
+"""Checks I1 (every acknowledged job exists, and a router finds it) and I3 (every job exists once, no matter how often
+it was enqueued).
 
 If a backup was restored, the jobs that the backup lacks may be missing, and may be stored again
 (proof/checker/backup.py).
@@ -143,7 +143,7 @@ def _doubled(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
 def _keys(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     """Yields dedup keys that stand for several jobs. A key's window is longer than a run, so there must be one job."""
     answered: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
-    # For each key, the jobs for which it must still count after the restore, even if the backup lacks some jobs.
+    # For each key, the jobs for which the key must still count after the restore, even if the backup lacks some jobs.
     standing: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
     for enqueue in evidence.history.enqueues:
         if enqueue.key and enqueue.answered is not None:

@@ -71,8 +71,8 @@ def check(evidence: Evidence) -> Iterator[Violation]:
 
 def added_names(evidence: Evidence) -> dict[str, set[str]]:
     """Returns the names of the nodes that jobs have added, by the ids of the nodes' jobs. A name counts if it is in the
-    tables and a client asked for it, or if it is in an answer to a client. If the tables lack the workflow, which
-    `check` reports, the names in payloads count."""
+    tables and a client asked for it, or if it is in an answer to a client. If the tables lack the workflow, the names
+    in payloads count; `check` reports this case."""
     asked = {(one.workflow, name) for one in evidence.history.additions for name in one.nodes}
     names: defaultdict[str, set[str]] = defaultdict(set)
     for flow in evidence.flows:
@@ -141,8 +141,9 @@ def lost_jobs(evidence: Evidence) -> dict[str, LostJob]:
 
 def by_operators(evidence: Evidence) -> Iterator[tuple[str, Cancel]]:
     """Yields the cancels that operators caused, each with the name of its node. An operator who cancels a workflow
-    cancels its jobs, but not its callbacks. An operator who then retries it cancels its dead callbacks. If the tables
-    lack the workflow, which `check` reports, its jobs are those that clients know and those of `lost_jobs`."""
+    cancels its jobs, but not its callbacks. An operator who then retries the workflow cancels its dead callbacks. If
+    the tables lack the workflow, its jobs are those that clients know and those of `lost_jobs`; `check` reports this
+    case."""
     operated = {one.workflow: one for one in evidence.operated if one.cancelling_s is not None}
     known: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for flow in evidence.flows:
@@ -242,7 +243,7 @@ def _add_signals(evidence: Evidence, backup: Backup, ended_s: dict[str, float]) 
 
 
 def _waited_too_short(evidence: Evidence, backup: Backup, ended_s: Mapping[str, float]) -> Iterator[Violation]:
-    """Yields jobs that had to wait for nodes, and went on before these nodes had ended. `ended_s`: for each node, the
+    """Yields jobs that had to wait for nodes, and continued before these nodes had ended. `ended_s`: for each node, the
     beginning of the first call that may have ended it."""
     rows = latest_by_job(evidence.rows, lambda row: row.departing or backup.is_second(row))
     deliveries = {delivery.lease: delivery for delivery in evidence.history.deliveries}
@@ -270,7 +271,7 @@ def _waited_too_short(evidence: Evidence, backup: Backup, ended_s: Mapping[str, 
 
 
 def _later_leases(row: Row, lease: LeaseKey) -> list[LeaseKey]:
-    """Returns the leases of a job after this one. Empty if the job's history does not tell."""
+    """Returns the leases of a job after this one. Empty if the job's history does not show them."""
     numbers = [past.lease for past in row.past]
     if lease.number not in numbers:
         return []

@@ -65,7 +65,7 @@ _OPTIONS: Sequence[tuple[str, int]] = (
 class Added(enum.Enum):
     """What a call that adds nodes did to the job that adds them."""
 
-    # The job goes on with its lease.
+    # The job continues with its lease.
     GOES_ON = enum.auto()
     # The lease has ended, and the job waits for the nodes.
     WAITS = enum.auto()
@@ -111,8 +111,8 @@ async def read(call: Any) -> Any:
 
 
 def code_name(code: grpc.StatusCode, details: str | None) -> str:
-    """Returns the name of a status. WRITE_FAILED means that no router sent the status: the client's gRPC library makes
-    it up if a message is written to a stream that has just ended, and forgets the stream's real status."""
+    """Returns the name of a status. WRITE_FAILED means that no router sent the status: the client's gRPC library
+    invents it if a message is written to a stream that has just ended, and forgets the stream's real status."""
     if code is grpc.StatusCode.INTERNAL and details == "Internal error from Core":
         return WRITE_FAILED
     return code.name

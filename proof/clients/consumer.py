@@ -75,8 +75,8 @@ class Consumer:
         self._news = asyncio.Event()
         self._sent: dict[int, _Sent] = {}
         self._number = 0
-        # The jobs in hand, and the credit that was given to the stream and that no job has used yet. Both together are
-        # at most _CREDIT.
+        # The jobs in hand, and the credit that was given to the stream and that no job has used yet. Their sum is at
+        # most _CREDIT.
         self._in_hand = 0
         self._room_given = 0
 

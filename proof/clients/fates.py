@@ -1,4 +1,4 @@
-"""Draws at random what a worker does with a job. Pure."""
+"""Chooses at random what a worker does with a job. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _WAITERS = 0.3
 
 
 def draw(luck: random.Random, *, calm: bool) -> Fate:
-    """Draws a fate. With `calm`, every job is acked."""
+    """Chooses a fate at random. With `calm`, every job is acked."""
     if calm:
         return Fate.ACK
     (fate,) = luck.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
@@ -47,14 +47,16 @@ def draw(luck: random.Random, *, calm: bool) -> Fate:
 
 
 def pick_org(luck: random.Random, orgs: list[str]) -> str:
-    """Draws an org, so that a few orgs, the first in the list, have most of the jobs."""
+    """Chooses an org at random. A few orgs, the first in the list, are chosen most often, so they have most of the
+    jobs."""
     return orgs[int(len(orgs) * luck.random() ** 3)]
 
 
 def draw_added(node: str, luck: random.Random) -> dict[str, list[str]]:
     """Returns the names of the nodes that the job of `node` adds to its workflow by one call, each with the names of
     its parents. Empty: the job adds no nodes. All calls choose from the same nodes, in each attempt of the job; `luck`
-    only draws how many of them a call names. If the job waits for these nodes, none of them has `node` as a parent."""
+    only decides how many of them a call names. If the job waits for these nodes, none of them has `node` as a
+    parent."""
     own = random.Random(node)
     added: dict[str, list[str]] = {}
     if node.count("+") < _GENERATIONS_MAX and own.random() < _ADDERS:

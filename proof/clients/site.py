@@ -35,11 +35,11 @@ class Site:
     generation: int
     seed: int
     orgs: Sequence[str]
-    # The number of this client among the clients of its sort, and how many of these there are.
+    # The number of this client among the clients of the same kind, and how many such clients there are.
     mine: int
     places: int
     window_s: float
-    # How many jobs a second it enqueues, if its load is planned.
+    # How many jobs a second this client enqueues, if its load is planned.
     per_s: float = 0.0
 
     def to_json(self) -> str:
@@ -81,8 +81,10 @@ class Orders:
 
 
 def main(work: Callable[[Site, Orders], Awaitable[None]]) -> None:
-    """Runs a client until its standard input ends, which also happens when the process that started it dies."""
-    # Ctrl-C in a terminal reaches the whole group. Ignore it: the process that started this one ends it in order.
+    """Runs a client until its standard input ends. The input also ends when the process that started the client
+    dies."""
+    # Ctrl-C in a terminal reaches the whole group. Ignore it: the process that started this one ends it in an orderly
+    # way.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     asyncio.run(_main(work))
 

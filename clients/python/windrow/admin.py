@@ -38,9 +38,9 @@ from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2
 _PAGE_MAX = 1000
 # The limit of one purge or redrive call: a larger call would hold its locks for too long.
 _CHANGE_MAX = 1000
-# The client does not repeat a purge or redrive that has failed, whatever its status: the call may have changed jobs,
-# and a second call would change further jobs. It repeats the call only after the refusals in _NOT_DONE, which say that
-# nothing was done (docs/errors.md).
+# If a purge or redrive has failed, the client does not repeat it, no matter which status it got: the call may have
+# changed jobs, and a second call would change further jobs. It repeats the call only after the refusals in _NOT_DONE,
+# which say that nothing was done (docs/errors.md).
 _ANY = frozenset(StatusCode)
 _NOT_DONE = ("ROUTER_FULL", "TOO_MANY_CHANGES")
 
@@ -62,7 +62,7 @@ class QueueOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueRecord:
-    """A queue with its settings in effect, defaults included."""
+    """A queue with the settings that are in effect, including the defaults."""
 
     queue: str
     retry: RetryPolicy | None
@@ -71,9 +71,10 @@ class QueueRecord:
     retention_days: int
     # How many jobs of one group may run at a time.
     group_concurrency: int
-    # A ready job of priority p is moved to priority 1 after (p - 1) times this. None: priorities do not age.
+    # A ready job of priority p is moved to priority 1 after (p - 1) times this number of seconds. None: priorities do
+    # not age.
     ageing_seconds: int | None
-    # A kind of its jobs is quarantined after this many crashes. None: never.
+    # A kind of the queue's jobs is quarantined after this many crashes. None: never.
     quarantine_after: int | None
     # The queue gives no jobs until it is resumed.
     paused: bool
@@ -91,16 +92,16 @@ class Quarantine:
     since: datetime
     # How many crashes led to the quarantine, plus how many trials have crashed since then.
     crashes: int
-    # Why an operator quarantined it.
+    # Why an operator quarantined the kind.
     reason: str
-    # An operator quarantined it, and only release_kind releases it.
+    # An operator quarantined the kind, and only release_kind releases it.
     by_operator: bool
     # When the next trial is let through. None: a trial is under way, or there will be none.
     next_trial_at: datetime | None
     # The trial that is under way, and when it was let through.
     trial_id: str | None
     trial_since: datetime | None
-    # How many jobs are set aside, up to 1,000. at_least: there are more.
+    # How many jobs are set aside, up to 1,000. `at_least`: there are more.
     set_aside: int
     at_least: bool
 
@@ -110,14 +111,14 @@ class JobPage:
     """One page of a list of jobs. It may have fewer jobs than asked for, even none, although more pages follow."""
 
     jobs: Sequence[JobRecord]
-    # Pass it to list_jobs for the next page. Empty on the last page.
+    # Pass this token to list_jobs to get the next page. It is empty on the last page.
     next_page_token: str
     # Shards of the org that did not answer: their jobs are missing.
     unavailable_shards: Sequence[str]
 
 
 class JobConditions(TypedDict, total=False):
-    """The arguments of list_jobs that iter_jobs takes too."""
+    """The arguments of list_jobs that iter_jobs accepts, too."""
 
     state: JobState | None
     states: Iterable[JobState]
@@ -151,7 +152,7 @@ class QueueStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """The counts of queues, by name."""
+    """The counts of each queue, by the queue's name."""
 
     queues: Mapping[str, QueueStats]
     # Shards of the org that did not answer: their jobs are not counted.
@@ -186,7 +187,7 @@ class Restored:
 
 
 class AdminCalls:
-    """The queues of one org and their jobs, as operators and dashboards need them."""
+    """The calls about the queues of one org and about their jobs, for operators and dashboards."""
 
     org: str
     calls: Calls
@@ -246,7 +247,7 @@ class AdminCalls:
             return await self.update_queue(queue, **settings)
 
     async def pause_queue(self, queue: str) -> QueueRecord:
-        """Stops giving the queue's jobs to consumers; enqueues, acks and leases go on. Raises NotFound."""
+        """Stops giving the queue's jobs to consumers; enqueues, acks and leases continue. Raises NotFound."""
         request = admin_pb2.PauseQueueRequest(org=self.org, queue=queue)
         return _read_queue((await self._ask(lambda stub: stub.PauseQueue, request)).queue)
 
@@ -277,8 +278,8 @@ class AdminCalls:
         await self._ask(lambda stub: stub.QuarantineKind, request)
 
     async def release_kind(self, queue: str, kind: str) -> bool:
-        """Ends the quarantine of a kind: within seconds its jobs are ready again. Returns whether it was quarantined.
-        Raises NotFound."""
+        """Ends the quarantine of a kind: within seconds its jobs are ready again. Returns whether the kind was
+        quarantined. Raises NotFound."""
         request = admin_pb2.ReleaseKindRequest(org=self.org, queue=queue, kind=kind)
         return (await self._ask(lambda stub: stub.ReleaseKind, request)).released
 
@@ -352,9 +353,9 @@ class AdminCalls:
         )
 
     async def iter_jobs(self, queue: str = "", **conditions: Unpack[JobConditions]) -> AsyncIterator[JobRecord]:
-        """Yields the jobs of all pages of list_jobs, and asks for a page when the one before is used up. A job that is
-        stored or changes its state meanwhile may be left out. Raises what list_jobs raises, and Unavailable if a shard
-        of the org does not answer."""
+        """Yields the jobs of all pages of list_jobs. Asks for a page after it has yielded all jobs of the page before.
+        A job that is stored or changes its state meanwhile may be left out. Raises what list_jobs raises, and
+        Unavailable if a shard of the org does not answer."""
         token = ""
         while True:
             page = await self.list_jobs(queue, page_token=token, **conditions)
@@ -377,9 +378,9 @@ class AdminCalls:
     ) -> int:
         """Makes the queue's dead jobs that meet all conditions ready again; their attempts are counted from 1 again.
         The job that died first goes first. Redrives at most as many jobs as are dead now, because some may die again
-        meanwhile. Returns how many jobs it redrove. `per_second`: how many of the jobs become due per second; each job
-        is scheduled until its turn. 0: all at once. Raises NotFound, Unavailable. If a call fails, it is not tried
-        again, as in purge_queue."""
+        meanwhile. Returns how many jobs it redrove. `per_second`: how many of the jobs become due per second; a job
+        that is not due yet is scheduled. 0: all jobs become due at once. Raises NotFound, Unavailable. A failed call is
+        not tried again, for the reason that purge_queue gives."""
         conditions = admin_pb2.RedriveQueueRequest(per_second=per_second)
         redriven = 0
         set_time(conditions.died_after, "died_after", died_after)
@@ -407,8 +408,9 @@ class AdminCalls:
         """Stores finished and dead jobs once more, as new jobs that are due now; the old jobs stay as they are. Returns
         a result for each job.
 
-        `new_ids`: the ids of the new jobs, each from windrow.uuid7(); None: the client makes them. If you call it again
-        after an error, pass the same `new_ids`, so that it stores no second copy. The error has them in `made_ids`."""
+        `new_ids`: the ids of the new jobs, each from windrow.uuid7(); None: the client makes them. If you call
+        restore_jobs again after an error, pass the same `new_ids`, so that no second copy is stored. The error has them
+        in `made_ids`."""
         old = listed_ids(ids)
         new = [uuid7() for _ in old] if new_ids is None else listed_ids(new_ids, "new_ids")
         if len(new) != len(old):
@@ -429,7 +431,7 @@ class AdminCalls:
     async def stats(self, queue: str = "", *, include_finished: bool = False) -> Stats:
         """Counts the jobs in each state, for one queue or for all queues of the org (the first 1,000 by name).
 
-        `include_finished`: counts finished jobs too. To do so it scans them all, which is slow if there are many.
+        `include_finished`: counts finished jobs too. This is slow if there are many, because all of them are scanned.
         Raises NotFound if `queue` is given and does not exist."""
         return await self._stats(queue, include_finished=include_finished)
 
@@ -442,31 +444,32 @@ class AdminCalls:
         )
 
     async def explain_job(self, job_id: str) -> JobExplanation:
-        """Says why a job does not run now, and when it will if that is known. Raises NotFound."""
+        """Says why a job does not run now, and when it will run, if that is known. Raises NotFound."""
         request = admin_pb2.ExplainJobRequest(org=self.org, id=job_id)
         return read_job(await self._ask(lambda stub: stub.ExplainJob, request))
 
     async def explain_queue(self, queue: str) -> QueueExplanation:
-        """Says why a queue gives no jobs now, or what it would give. Looks at its first jobs only, so it is quick even
-        for a queue with millions of jobs. Raises NotFound."""
+        """Says why a queue gives no jobs now, or what it would give. Only the first jobs of the queue are examined, so
+        the call is quick even for a queue with millions of jobs. Raises NotFound."""
         request = admin_pb2.ExplainQueueRequest(org=self.org, queue=queue)
         return read_queue(await self._ask(lambda stub: stub.ExplainQueue, request))
 
     async def list_limits(self) -> list[Limit]:
-        """Returns the limits that count for the org: its own, and the cluster's defaults where it has none."""
+        """Returns the limits that apply to the org: its own limits, and the cluster's defaults where it has no limit of
+        its own."""
         request = admin_pb2.ListLimitsRequest(org=self.org)
         return [read_limit(limit) for limit in (await self._ask(lambda stub: stub.ListLimits, request)).limits]
 
     async def set_limit(
         self, measure: LimitMeasure, amount: int, *, per: Span | None = None, queue: str = "", every_org: bool = False
     ) -> Limit:
-        """Sets a limit of the org, or of one of its queues. JOBS, BYTES and STARTS limit what it may enqueue or start:
-        `amount` (at least 1) in each interval `per` (s, or timedelta; 1 s to 24 h). The other measures take no `per`:
-        IN_FLIGHT limits how many jobs it may have leased at a time. BACKLOG limits how many of its jobs have not ended,
-        and BACKLOG_BYTES how many bytes these jobs have. `every_org`: sets the default for each org that has no such
-        limit of its own.
+        """Sets a limit of the org, or of one of its queues. JOBS, BYTES and STARTS limit what the org or the queue may
+        enqueue or start: `amount` (at least 1) in each interval `per` (s, or timedelta; 1 s to 24 h). The other
+        measures take no `per`: IN_FLIGHT limits how many jobs may be leased at the same time. BACKLOG limits how many
+        jobs have not ended, and BACKLOG_BYTES limits how many bytes these jobs have. `every_org`: sets the default for
+        each org that has no such limit of its own.
 
-        The limit is in force on every router within 2 s. Needs the scope cluster. Raises ResourceExhausted if the
+        The limit is in force on every router within 2 s. Needs the scope `cluster`. Raises ResourceExhausted if the
         cluster has 10,000 limits."""
         request = cluster_pb2.SetLimitRequest(org="" if every_org else self.org, queue=queue, measure=_measure(measure))
         try:
@@ -479,14 +482,14 @@ class AdminCalls:
         return read_limit(response.limit)
 
     async def clear_limit(self, measure: LimitMeasure, *, queue: str = "", every_org: bool = False) -> bool:
-        """Removes a limit. Returns False if it was not set. Needs the scope cluster."""
+        """Removes a limit. Returns False if the limit was not set. Needs the scope `cluster`."""
         request = cluster_pb2.ClearLimitRequest(
             org="" if every_org else self.org, queue=queue, measure=_measure(measure)
         )
         return (await self._ask(lambda stub: stub.ClearLimit, request)).cleared
 
     async def list_all_limits(self) -> list[Limit]:
-        """Returns all limits of the cluster, the defaults first. Needs the scope cluster."""
+        """Returns all limits of the cluster, the defaults first. Needs the scope `cluster`."""
         response = await self._ask(lambda stub: stub.ListAllLimits, cluster_pb2.ListAllLimitsRequest())
         return [read_limit(limit) for limit in response.limits]
 
@@ -511,9 +514,9 @@ class AdminCalls:
 
 
 async def _in_steps(change: Callable[[int], Awaitable[tuple[int, bool]]], limit: int | None, *, done: str) -> int:
-    """Changes jobs in bounded steps, at most `limit` in all. `change` gets how many it may change; it returns how many
-    it has changed, and whether there may be more. Returns the sum. `done` is a word for error messages, such as
-    "cancelled", that says what was done to the jobs."""
+    """Changes jobs in bounded steps, at most `limit` in all. `change` is called with the number of jobs that it may
+    change. It returns how many jobs it has changed, and whether there may be more of them. Returns the sum of the
+    changed jobs. `done` is a word for error messages, such as "cancelled", that says what was done to the jobs."""
     count = 0
     while limit is None or count < limit:
         step = _CHANGE_MAX if limit is None else min(_CHANGE_MAX, limit - count)

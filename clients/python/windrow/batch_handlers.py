@@ -1,4 +1,4 @@
-"""Batch handlers, which take many jobs at once: how one is run, and what becomes of each of its jobs.
+"""Batch handlers, which take many jobs at once: how a batch handler is run, and what becomes of each job.
 
 Does not know how jobs are gathered (gathering.py), nor when a batch begins (worker.py).
 """
@@ -146,7 +146,8 @@ class BatchHandlers:
     def _log_failure(
         self, batch: Sequence[HeldLease], failure: Failure, error: BaseException, frames: TracebackType | None
     ) -> None:
-        # Both of these are expected: a handler raises an Outcome on purpose, and its timeout was set on purpose.
+        # An Outcome and a timeout are both expected: a handler raises an Outcome on purpose, and its timeout was set on
+        # purpose.
         deliberate, late = isinstance(error, Outcome), isinstance(error, TimedOut)
         last = sum(held.job.attempt >= held.job.max_attempts for held in batch)
         final = ", permanently" if failure.permanent else f", {last} of them in their last attempt" if last else ""

@@ -24,17 +24,17 @@ Together = Sequence[tuple[int, queue_pb2.EnqueueRequest]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """How far an enqueue_batch has come."""
+    """How many jobs an enqueue_batch has stored so far."""
 
     # How many jobs are stored. These are the first jobs of the batch.
     jobs: int = 0
-    # How many of them were stored before, by an earlier call with the same batch.
+    # How many of these jobs were stored before, by an earlier call with the same batch.
     duplicates: int = 0
 
 
 def calls_of(org: str, jobs: Iterable[NewJob], batch: str) -> Iterator[Together]:
-    """Yields the calls that store a batch, a few at a time. Takes jobs from the iterable only as it needs them. Raises
-    InvalidJob. Raises InvalidRequest if `batch` is no UUIDv7."""
+    """Yields the calls that store a batch, a few at a time. Takes jobs from the iterable only when it needs them.
+    Raises InvalidJob. Raises InvalidRequest if `batch` is not a UUIDv7."""
     try:
         nth_id(batch, 0)
     except ValueError as error:
@@ -45,8 +45,8 @@ def calls_of(org: str, jobs: Iterable[NewJob], batch: str) -> Iterator[Together]
 
 
 def progress(done: Batch, calls: Together, outcomes: Sequence[list[Enqueued] | BaseException]) -> Iterator[Batch]:
-    """Yields how far the batch has come after each of the calls. Raises the error of the first call that failed. Raises
-    InvalidRequest if the batch's id was used for other jobs."""
+    """Yields, after each of the calls, how many jobs of the batch are stored. Raises the error of the first call that
+    failed. Raises InvalidRequest if the batch's id was used for other jobs."""
     for (first, _), outcome in zip(calls, outcomes, strict=True):
         if isinstance(outcome, InvalidRequest):
             raise type(outcome)(f"after {first:,} jobs: {outcome}", shifted(outcome.violations, first)) from outcome

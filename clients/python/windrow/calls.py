@@ -61,7 +61,7 @@ FINAL = frozenset(
     }
 )
 
-# The services besides Queue also answer with these statuses, after which a call is not made again either.
+# The services other than Queue also answer with these statuses. A call is not made again after them either.
 ADMIN_FINAL = FINAL | {StatusCode.NOT_FOUND, StatusCode.ALREADY_EXISTS, StatusCode.FAILED_PRECONDITION}
 
 # The ErrorInfo.domain of the routers' errors.
@@ -106,12 +106,12 @@ class CallFailure:
 
 
 def pause_s(failure: CallFailure, *, tries: int, luck: float, final: Collection[StatusCode] = FINAL) -> float | None:
-    """Returns how long to wait before the next try, or None if there must be no further try, as after a status of
-    `final`. `luck` is a random number, uniform in [0, 1).
+    """Returns how long to wait before the next try, or None if there must be no further try, for example because the
+    status is in `final`. `luck` is a random number, uniform in [0, 1).
 
     The pause is the time that the router asked for, plus exponential backoff with full jitter
-    (aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter). The jitter spans at least half of the
-    time asked for, because the router asks many clients at once.
+    (aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter). If the router asked for a time, the
+    jitter spans at least half of this time, because the router asks many clients at once.
     """
     if failure.code in final:
         return None
@@ -176,7 +176,7 @@ class Calls:
         Raises WindrowError.
 
         `wait_s` is added to the timeouts, for a call that asks the router to wait for jobs. `before_try` is called
-        before each try with the part of `wait_s` that is left.
+        before each try with the time that remains of `wait_s`.
         """
         budget_s = (self.timeout_s if timeout_s is None else timeout_s) + wait_s
         verb = verb or type(request).__name__.removesuffix("Request")
@@ -205,7 +205,7 @@ class Calls:
             except aio.AioRpcError as error:
                 cause = error
             except asyncio.CancelledError:
-                # Closing a channel cancels its calls; the caller's own cancellation passes through.
+                # Closing a channel cancels its calls. A cancellation by the caller is passed on.
                 task = asyncio.current_task()
                 if self.closed and task is not None and not task.cancelling():
                     raise self._closed_meanwhile(verb) from None
@@ -240,8 +240,8 @@ class Calls:
                 why = f"a retry in {asked_s:g} s would exceed the timeout of {round(budget_s, 1):g} s" if late else ""
                 raise self._error(verb, failure, tries=tries, spent_s=spent_s, no_retry=why) from cause
             if not self._heard and failure.code is StatusCode.UNAVAILABLE and not failure.reason:
-                # Most likely the address is wrong. Log it now, so that whoever starts the program need not wait for the
-                # timeout.
+                # Most likely the address is wrong. Log it now, so that the user who starts the program need not wait
+                # for the timeout.
                 log.warning("no router answers at %s; trying again: %s", self.address, failure.message)
             self._heard = True
             await self.pause(pause, verb)
@@ -292,7 +292,7 @@ class Calls:
         return self.channels.loop()
 
     def spawn(self, work: Coroutine[Any, Any, None], context: contextvars.Context) -> None:
-        """Runs a shared call, which hands its errors to its callers. close() waits for it."""
+        """Runs a shared call, which hands its errors to its callers. close() waits for this call."""
         task = asyncio.get_running_loop().create_task(work, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -320,8 +320,8 @@ class Calls:
     def open(
         self, method: Callable[[Stub], _StreamMethod[_Sent, _Received]], *, org: str | None, token: Metadata = ()
     ) -> aio.StreamStreamCall[_Sent, _Received]:
-        """Opens a stream of this org (None: of all orgs) over the next connection. If it breaks, stream_error() makes a
-        WindrowError of the cause."""
+        """Opens a stream of this org (None: of all orgs) over the next connection. If the stream breaks, stream_error()
+        turns the cause into a WindrowError."""
         return method(self.channels.stub())(metadata=_metadata(org) + token)
 
     def stream_error(self, verb: str, cause: aio.AioRpcError, *, spent_s: float) -> WindrowError:

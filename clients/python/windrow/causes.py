@@ -162,7 +162,7 @@ def _finished(of: _Figures) -> str:
     if of["state"] is JobState.UNKNOWN:
         return "the job has ended, and was deleted at the end of its retention"
     how = "succeeded" if of["state"] is JobState.SUCCEEDED else "was cancelled"
-    # Without a reason of the caller, the router stores "cancelled".
+    # If the caller gave no reason, the router stores "cancelled".
     reason = f": {of['reason']}" if of["reason"] not in ("", "cancelled") else ""
     return f"the job {how} at {_time(of['at'])}{reason}"
 

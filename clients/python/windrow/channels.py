@@ -159,12 +159,12 @@ class Channels:
         # The last look for a TLS fault.
         self._looking: asyncio.Future[tuple[str | None, Pem | None]] | None = None
         self._looked_at_s = 0.0
-        # Channels with certificates that have been replaced since.
+        # Channels whose certificates have been replaced.
         self._leaving: dict[aio.Channel, asyncio.Task[None]] = {}
 
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Returns the running event loop. Connects at the first call. Raises ClientClosed in any other event loop than
-        that of the first call, and in a process that was forked while clients were open."""
+        """Returns the running event loop. Connects at the first call. Raises ClientClosed if the running event loop is
+        not that of the first call, or if this process was forked while clients were open."""
         if self.closed:
             raise ClientClosed(f"this client of {self.address} is closed; make a new one")
         loop = asyncio.get_running_loop()
@@ -192,8 +192,8 @@ class Channels:
         return self._stubs[self._turn]
 
     async def close(self) -> bool:
-        """Closes the connections. Returns False if this is not their event loop: no other loop can close them. A second
-        close does nothing."""
+        """Closes the connections. Returns False if the running event loop is not that of the connections: no other loop
+        can close them. A second close does nothing."""
         self.closed = True
         channels, self._channels, self._stubs = self._channels, [], []
         if self._loop is not asyncio.get_running_loop() or self._pid != os.getpid():
@@ -208,7 +208,7 @@ class Channels:
         return True
 
     async def tls_fault(self) -> str | None:
-        """Returns why TLS prevents connections, or None if it does not. Connects anew if the files have changed."""
+        """Returns why TLS prevents connections, or None if it does not. Connects again if the files have changed."""
         now_s = time.monotonic()
         if self._looking is None or now_s - self._looked_at_s >= _LOOK_S:
             self._looked_at_s = now_s
@@ -218,7 +218,7 @@ class Channels:
         if pem != self._pem and not self.closed:
             loop = asyncio.get_running_loop()
             for channel in self._channels:
-                # Let the streams of the old channel go on.
+                # Let the streams of the old channel continue.
                 closing = self._leaving[channel] = loop.create_task(channel.close(_STREAM_S_MAX))
                 closing.add_done_callback(partial(self._left, channel))
             self._connect_all(pem)

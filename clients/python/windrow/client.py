@@ -66,13 +66,13 @@ from windrow.workflow_calls import WorkflowCalls
 ADDRESS_DEFAULT = "127.0.0.1:7419"
 ADDRESS_VARIABLE = "WINDROW_ADDRESS"
 WAIT_S_MAX = 60.0
-# dequeue() and wait() make no further call if less of their waiting time is left than this.
+# If less than this remains of their waiting time, dequeue() and wait() make no further call.
 _WORTH_WAITING_S = 0.1
 # A large request delays the other requests on its connection. So the client splits an independent request that has more
 # bytes than this, although a router would accept 16 MiB.
 _SPLIT_BYTES = 8 * 1024 * 1024
 _SPLIT_CALLS_MAX = 4
-# How many shared calls may run at the same time, for each connection.
+# How many shared calls may run at the same time per connection.
 _SHARED_CALLS = 2
 
 # An EnqueueResult that has only an id adds its id and this many bytes to a response: two tags and two lengths. Each
@@ -103,10 +103,10 @@ class Client(LeaseCalls, JobChanges, ScheduleCalls, WorkflowCalls):
       the jobs and returns an Enqueued for each. enqueue_batch calls no middleware, because a repeated batch must have
       the same jobs. The relay of an outbox calls none either: it sends the jobs as they were added.
 
-    Every method raises WindrowError (see errors.py), after which the call may nevertheless have taken effect. Leases,
-    job ids and NewJobs make it safe to call the method again. But enqueue, trigger_schedule and restore_jobs make new
-    ids in each call unless the caller gives them. So give the ids yourself, or pass the error's `made_ids` to the
-    second call. Otherwise the second call may store a second job.
+    Every method may raise a WindrowError (see errors.py). Even then, the call may have taken effect. Leases, job ids
+    and NewJobs make it safe to call the method again. But enqueue, trigger_schedule and restore_jobs make new ids in
+    each call unless the caller gives them. So give the ids yourself, or pass the error's `made_ids` to the second call.
+    Otherwise the second call may store a second job.
     """
 
     # testing.py sets another class.
@@ -189,9 +189,9 @@ class Client(LeaseCalls, JobChanges, ScheduleCalls, WorkflowCalls):
     async def enqueue(self, queue: str, kind: str, payload: Payload = b"", **options: Unpack[JobOptions]) -> Enqueued:
         """Stores one job durably. `options` are the other fields of NewJob. Returns after the job is committed.
 
-        Jobs that are enqueued at the same time share calls of at most 1,000 jobs. This delays none of them, and each
-        has its own outcome. If the caller is cancelled before the job is sent, the job is not stored. If the caller is
-        cancelled later, the job may be stored.
+        Jobs that are enqueued at the same time share calls of at most 1,000 jobs. No job waits for other jobs to join
+        its call, and each job has its own outcome. If the caller is cancelled before the job is sent, the job is not
+        stored. If the caller is cancelled later, the job may be stored.
 
         Raises InvalidJob. After DeadlineExceeded or Unavailable, the job may be stored. To retry without storing a
         second job, pass the error's `made_ids[0]` as `id`. Other ways: pass the same `id` (windrow.uuid7()) or
@@ -207,7 +207,7 @@ class Client(LeaseCalls, JobChanges, ScheduleCalls, WorkflowCalls):
             return [await self._enqueues.put(self.org, message, _size(message))]
 
     async def enqueue_many(self, jobs: Iterable[NewJob], *, independent: bool = False) -> list[Enqueued]:
-        """Stores at most 1,000 jobs (16 MiB), all or none. Returns an Enqueued for each, in their order.
+        """Stores at most 1,000 jobs (16 MiB), all or none. Returns an Enqueued for each job, in the order of the jobs.
 
         `independent`: each job is stored or refused by itself; the Enqueued of a job that was not stored has an
         `error`. The number of jobs is then unlimited: they are sent in several calls, of which a few run at the same
@@ -240,11 +240,12 @@ class Client(LeaseCalls, JobChanges, ScheduleCalls, WorkflowCalls):
         """Stores any number of jobs, such as a million from a generator, a few calls at a time. Calls `on_progress`
         after each 1,000 jobs or less.
 
-        `batch` is a windrow.uuid7() that the caller keeps. Job n is stored as windrow.nth_id(batch, n), whatever its
-        own id is. If a limit is smaller than a call, the client sends the call's jobs in smaller calls. After an error,
-        or if the program died, call again with the same batch and jobs within 7 days: jobs that are stored already are
-        not stored again. Raises InvalidJob for the first job that breaks a rule; other jobs of the batch may be stored
-        by then. Raises InvalidRequest if the batch was used for other jobs. Middleware is not called."""
+        `batch` is a windrow.uuid7() that the caller keeps. Job n is stored with the id windrow.nth_id(batch, n), even
+        if it has an id of its own. If a limit is smaller than a call, the client sends the call's jobs in smaller
+        calls. After an error, or if the program died, call again with the same batch and jobs within 7 days: jobs that
+        are stored already are not stored again. Raises InvalidJob for the first job that breaks a rule; other jobs of
+        the batch may be stored by then. Raises InvalidRequest if the batch was used for other jobs. Middleware is not
+        called."""
         done = Batch()
         for calls in calls_of(self.org, jobs, batch):
             outcomes = await self.send_together(calls)
@@ -332,7 +333,8 @@ class Client(LeaseCalls, JobChanges, ScheduleCalls, WorkflowCalls):
         wait: Span = 0.0,
     ) -> list[Job]:
         """Leases up to `max_jobs` (1 to 1,000) due jobs and returns them. If no job is due, waits up to `wait` (s, or
-        timedelta; at most 60 s; default 0: no wait) until the first job falls due. Returns an empty list if none does.
+        timedelta; at most 60 s; default 0: no wait) until the first job falls due. Returns an empty list if no job
+        falls due in this time.
 
         The jobs stay invisible to other consumers for `visibility_window` (100 ms to 12 h; default 30 s). To know when
         this window ends, measure with a monotonic clock: from before this call, or from its return if you pass `wait`.
@@ -340,7 +342,7 @@ class Client(LeaseCalls, JobChanges, ScheduleCalls, WorkflowCalls):
         """
         if max_jobs < 1:
             # The router would read 0 as the default, which is 1. But a caller that passes the number of its free places
-            # wants no job if it has none.
+            # wants no job if it has no free place.
             raise invalid_argument("max_jobs", f"must be 1 to 1,000, not {max_jobs}")
         listed = [queues] if isinstance(queues, str) else queues
         request = queue_pb2.DequeueRequest(
@@ -366,7 +368,7 @@ class Client(LeaseCalls, JobChanges, ScheduleCalls, WorkflowCalls):
             await asyncio.sleep(random.uniform(0.2, 0.5) * _WORTH_WAITING_S)
 
     async def get_jobs(self, ids: Iterable[str], *, include_payload: bool = False) -> dict[str, JobRecord]:
-        """Looks jobs up by id. Returns a record for each job that this org has, in whatever state.
+        """Looks jobs up by id. Returns a record for each job that this org has, in any state.
 
         Payload and result are None unless `include_payload` is true. Also raises Unavailable if a job was not found and
         one of the org's shards did not answer.
@@ -391,8 +393,8 @@ class Client(LeaseCalls, JobChanges, ScheduleCalls, WorkflowCalls):
 
     async def find_job(self, queue: str, dedup_key: str, *, include_payload: bool = False) -> JobRecord | None:
         """Looks a job up by its dedup key. Returns the job whose key counts now, so that an enqueue with this key would
-        be a duplicate of it. Returns None if there is none. If the key counts for two jobs, as the live key of one and
-        for a window of the other, returns the job with the live key."""
+        be a duplicate of it. Returns None if there is none. If the key counts for two jobs (as the live key of one, and
+        for a window of the other), returns the job with the live key."""
         request = queue_pb2.FindJobRequest(
             org=self.org,
             queue=checked_text("queue", queue),
@@ -453,7 +455,7 @@ async def _enqueue_shared(
 
 
 def _size(message: queue_pb2.EnqueueRequest | job_pb2.NewJob) -> int:
-    """Returns a message's size in bytes. Raises InvalidRequest if it is too large for a call."""
+    """Returns a message's size in bytes. Raises InvalidRequest if the message is too large for a call."""
     size = message.ByteSize()
     if size > MESSAGE_BYTES_MAX:
         for at, job in enumerate(message.jobs if isinstance(message, queue_pb2.EnqueueRequest) else (message,)):

@@ -88,7 +88,8 @@ class Coalescer(Generic[_Item, _Answer]):
             return await answer
         except asyncio.CancelledError:
             if answer.done() and not answer.cancelled():
-                # An error may have arrived together with the cancellation. Read it, or asyncio logs it as unhandled.
+                # An error may have arrived together with the cancellation. Read the error, because asyncio would
+                # otherwise log it as unhandled.
                 answer.exception()
             raise
         finally:
@@ -121,7 +122,7 @@ class Coalescer(Generic[_Item, _Answer]):
 
     async def _carry(self, batch: list[_Request[_Item, _Answer]]) -> None:
         try:
-            # Let the call last for as long as any request has time: each request has a timer of its own.
+            # Let the call last until the latest deadline of its requests, because each request has a timer of its own.
             deadline = max(request.deadline for request in batch)
             timeout_s = max(0.0, deadline - asyncio.get_running_loop().time())
             answers = await self._send([request.item for request in batch], timeout_s)
@@ -149,8 +150,8 @@ class Coalescer(Generic[_Item, _Answer]):
             self._start()
 
     def _refuse(self, request: _Request[_Item, _Answer], error: WindrowError) -> None:
-        """If a limit refused the item, and may have room for it before the deadline, sends the item again then; other
-        items go first meanwhile. Otherwise gives the error to the caller."""
+        """If a limit refused the item, but may have room for it before the deadline, sends the item again when there
+        may be room. Other items are sent first meanwhile. Otherwise gives the error to the caller."""
         loop = asyncio.get_running_loop()
         if error.reason == LIMIT_REACHED and error.retry_after is not None:
             # Spread the callers: the router names the same time to many of them.
@@ -187,7 +188,7 @@ class Coalescer(Generic[_Item, _Answer]):
 
 
 class Coalescers(Generic[_Item, _Answer]):
-    """One coalescer for each org with requests under way, all over the same connections."""
+    """The coalescers, one for each org that has requests under way. All of them use the same connections."""
 
     def __init__(self, calls: Calls, make: Callable[[str, Callable[[], object]], Coalescer[_Item, _Answer]]) -> None:
         self._calls = calls

@@ -46,8 +46,8 @@ _EXPIRED = "STREAM_EXPIRED"
 _TOO_LARGE: int = StatusCode.INVALID_ARGUMENT.value[0]
 # A refused stream ends within this time after its initial metadata.
 _REFUSED_S_MAX = 0.1
-# If a stream lasts longer, the pauses between streams begin with the shortest one again. It is not enough that the
-# router has answered: a router may answer and fail at once, again and again.
+# If a stream lasts longer than this, the pauses between streams begin with the shortest one again. It is not enough
+# that the router has answered: a router may answer and fail at once, again and again.
 _STEADY_S = 1.0
 
 
@@ -55,7 +55,8 @@ class ConsumeStream:
     """The consumer's side of the Consume call.
 
     `jobs_wanted` returns how many more jobs the worker would take now. `take` is called with received jobs and the time
-    of their receipt (monotonic seconds), `revoked` with leases that have ended although the worker did not end them.
+    of their receipt (monotonic seconds). `revoked` is called with leases that have ended although the worker did not
+    end them.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class ConsumeStream:
         self._credit = 0
         # The token of this stream.
         self._token: Metadata = ()
-        # That token is new, and no router has accepted it yet.
+        # The stream's token is new, and no router has accepted it yet.
         self._renewed = False
         self._refusals = client.calls.refusals()
         # The log says already that the token is refused.
@@ -109,7 +110,8 @@ class ConsumeStream:
             try:
                 await self._session()
                 if self._draining:
-                    # The router closes the connection now. Let it do so, and the next stream uses another router.
+                    # The router closes the connection now. Wait until it has done so: then the next stream uses another
+                    # router.
                     await self._pause(self._backoff.next_s())
             except Unauthenticated as error:
                 self._settlements.on_disconnect()
@@ -161,7 +163,7 @@ class ConsumeStream:
         self._refusals.accepted()
 
     def _may_have_expired(self, error: WindrowError, *, lasted_s: float) -> bool:
-        """Returns whether the stream may have ended because of its age. If gRPC is writing when a stream ends, it
+        """Returns whether the stream may have ended because of its age. If gRPC is writing when a stream ends, gRPC
         reports an internal error instead of the router's status. (The messages of the router are still read.)"""
         masked = self._write_failed and isinstance(error, RouterError) and lasted_s > _REFUSED_S_MAX
         return masked or error.reason == _EXPIRED
@@ -172,7 +174,7 @@ class ConsumeStream:
         self._settlements.wake.set()
 
     async def _session(self) -> None:
-        """Runs one stream from start to an orderly end. Raises WindrowError if it ends in any other way."""
+        """Runs one stream from start to an orderly end. Raises WindrowError if the stream ends in any other way."""
         began = time.monotonic()
         self._credit = 0
         self._draining = False
@@ -204,7 +206,7 @@ class ConsumeStream:
             async for response in call:
                 self._on_response(response)
         except asyncio.CancelledError:
-            # Closing a channel cancels its streams. A cancellation of this task passes through.
+            # Closing a channel cancels its streams. A cancellation of this task is passed on.
             task = asyncio.current_task()
             if self._client.calls.closed and task is not None and not task.cancelling():
                 raise ClientClosed(f"Consume at {self._client.calls.address}: the client was closed") from None
@@ -240,7 +242,7 @@ class ConsumeStream:
         while True:
             wake.clear()
             if self._draining:
-                # Send no more: the next stream takes everything that comes from now on.
+                # Send nothing more: everything that comes from now on is sent on the next stream.
                 if settlements.unanswered_since() is None:
                     await call.done_writing()
                     return

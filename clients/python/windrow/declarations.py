@@ -34,7 +34,7 @@ class Declarations:
         self._declared[name] = schedule, job
 
     async def keep(self) -> None:
-        """Declares the schedules to the cluster. After an error that may pass, such as a shard that is away, it tries
+        """Declares the schedules to the cluster. After an error that may pass, such as a shard that is away, tries
         again for ever. Raises other errors of the client. Does nothing if no schedule is declared, unless undeclared
         schedules are to be removed."""
         if not self._declared and not self.removes:

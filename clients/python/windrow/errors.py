@@ -48,8 +48,8 @@ class WindrowError(Exception):
     as "SHARD_UNAVAILABLE" (docs/errors.md); empty if the error does not come from a router's code. `limit`: the limit
     that had no room for the jobs, or None. `details`: the router's message without the call and its tries, to be shown
     to people; empty if the error is not about one call. `made_ids`: the ids that enqueue (one for its job),
-    trigger_schedule (its request_id) or restore_jobs (its new_ids) sent. The call may have taken effect; called again
-    with these ids, it does nothing twice.
+    trigger_schedule (its request_id) or restore_jobs (its new_ids) sent. The call may have taken effect. A second call
+    with these ids does nothing twice.
     """
 
     retry_after: float | None = None
@@ -110,7 +110,7 @@ class ResourceExhausted(WindrowError):
 
 
 class DeadlineExceeded(WindrowError):
-    """The time ran out. The call may have taken effect; trying it again with the same ids is safe."""
+    """The time ran out. The call may have taken effect; trying the call again with the same ids is safe."""
 
 
 class RouterError(WindrowError):

@@ -15,7 +15,7 @@ from windrow.v1 import job_pb2
 _CUT = "... (older frames are left out)\n"
 # A traceback may be extremely long, for example after an error in a deep recursion.
 _STACK_PARTS_MAX = 10_000
-# The message of an error is also stored separately. So a long message must not take the room of the frames in the
+# The message of an error is also stored separately. So a long message must not use up the space of the frames in the
 # stack.
 _PART_CHARS_MAX = 1_000
 _BARE_MODULES = frozenset({"builtins", "__main__"})
@@ -42,7 +42,7 @@ class Failure:
 
 class TimedOut(Exception):
     """A handler did not finish within its `timeout`, or within its job's max_runtime. The traceback shows where the
-    handler was at that time, unless it ran in a process."""
+    handler was at that time, unless the handler ran in a process."""
 
     __module__ = "windrow"
 
@@ -64,8 +64,8 @@ def type_name(kind: type[BaseException]) -> str:
 
 
 def stack_of(error: BaseException, frames: TracebackType | None) -> str:
-    """Returns the traceback of an exception from `frames` on, with its causes. If that is too long, returns its newest
-    frames only."""
+    """Returns the traceback of an exception from `frames` on, with its causes. If the traceback is too long, returns
+    its newest frames only."""
     described = traceback.TracebackException(type(error), error, frames)
     text = "".join(map(_shortened, itertools.islice(described.format(), _STACK_PARTS_MAX))).rstrip()
     newest = clipped(text, FAILURE_STACK_BYTES_MAX - len(_CUT), keep_end=True)
@@ -76,7 +76,8 @@ def stack_of(error: BaseException, frames: TracebackType | None) -> str:
 
 
 def frames_of(error: BaseException, *, runners: Collection[str]) -> TracebackType | None:
-    """Returns the traceback from the handler on, without the frames of `runners`, the files that call handlers."""
+    """Returns the traceback from the handler on. `runners` are the files that call handlers: their frames are left
+    out."""
     handler = frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         if frame.tb_frame.f_code.co_filename in runners:

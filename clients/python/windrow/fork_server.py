@@ -2,8 +2,8 @@
 itself may use, so its imports and ignored signals do not affect the program's own processes. Windows has no fork
 server.
 
-The server has one thread, and forks the processes. The worker's process does not fork, because it has other threads:
-they may run an event loop or hold locks, and the fork could hang.
+The server has one thread, and forks the processes. The worker's process does not fork, because its other threads may
+run an event loop or hold locks, and the fork could hang.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from types import FunctionType, SimpleNamespace
 
 _server = forkserver.ForkServer()
 _server.set_forkserver_preload(["windrow.handler_server"])
-# A copy of the module `forkserver` in which new processes come from our server.
+# A copy of the module `forkserver` that starts new processes through our server.
 _with_our_server = SimpleNamespace(**{**vars(forkserver), "connect_to_new_process": _server.connect_to_new_process})
 _start: FunctionType = vars(popen_forkserver.Popen)["_launch"]
 
 
 class _Popen(popen_forkserver.Popen):
-    # The method uses the server in the module that its globals call `forkserver`. Give it globals with our copy of the
-    # module.
+    # The method calls the server through the global name `forkserver`. Give the method globals in which this name is
+    # our copy of the module.
     _launch = FunctionType(_start.__code__, {**vars(popen_forkserver), "forkserver": _with_our_server})
 
 

@@ -23,7 +23,7 @@ class Gathering:
 
     def due_at(self, *, places: int) -> float | None:
         """Returns the time from which a batch should begin (monotonic seconds), or None if no batch can begin. A batch
-        does not wait for more jobs if it already has `jobs_max` jobs, or a job for each place."""
+        does not wait for more jobs if it already has `jobs_max` jobs, or a job for each of the `places`."""
         if not self.waiting or places <= 0:
             return None
         if len(self.waiting) >= min(self.jobs_max, places):

@@ -12,8 +12,8 @@ import signal
 
 from windrow import names, processes
 
-# A supervisor's SIGTERM may reach every process of the worker. This server must outlive it: without the server, a
-# worker could not tell whether the processes of its handlers still run.
+# A supervisor's SIGTERM may reach every process of the worker. This server must survive the signal: without the server,
+# a worker could not tell whether the processes of its handlers still run.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 __all__ = ["names", "processes"]

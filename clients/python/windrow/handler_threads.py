@@ -1,5 +1,5 @@
-"""The threads in which handlers run. A thread whose caller is cancelled, for example after a timeout, is left alone.
-The callers measure the time."""
+"""The threads in which handlers run. If the caller of a thread is cancelled, for example after a timeout, the thread is
+left running. The callers measure the time."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from windrow.leases import HeldLease, log
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 
-# Up to this many threads of handlers that timed out take no place of the worker. Each further thread keeps its place
+# Up to this many threads of handlers that timed out occupy no place of the worker. Each further thread keeps its place
 # until it ends. None of these threads can be stopped, and each may run for ever.
 _ABANDONED_MAX = 1000
 
 
 class HandlerThreads:
-    """The threads of one worker's handlers. `abandoned_ended` is called when a thread that was left alone has ended,
-    because there may be one more place then."""
+    """The threads of one worker's handlers. `abandoned_ended` is called when a thread that was left running has ended,
+    because the worker may have one more place then."""
 
     def __init__(self, worker: str, *, abandoned_ended: Callable[[], None]) -> None:
         self._worker = worker
         self._abandoned_ended = abandoned_ended
         self._threads: ThreadPoolExecutor | None = None
-        # Kills processes in a thread: hundreds of kills at once would hold up the event loop, and with it the leases.
+        # Kills processes in a thread: hundreds of kills at once would delay the event loop, and so the extends of the
+        # leases.
         self._killer: ThreadPoolExecutor | None = None
         # How many threads still run although nobody waits for their handlers any more.
         self._abandoned = 0
@@ -39,7 +40,7 @@ class HandlerThreads:
         self._running: set[Future[Any]] = set()
 
     def open(self, concurrency: int) -> None:
-        # A pool makes threads only as it needs them.
+        # A pool makes threads only when it needs them.
         self._killer = ThreadPoolExecutor(1, thread_name_prefix=f"{self._worker}-killer")
         self._threads = ThreadPoolExecutor(concurrency + _ABANDONED_MAX, thread_name_prefix=f"{self._worker}-handler")
 
@@ -66,7 +67,7 @@ class HandlerThreads:
         self, function: Callable[[_Argument], _Result], argument: _Argument, helds: Sequence[HeldLease]
     ) -> _Result:
         """Runs a function in a thread, in a copy of the caller's context, for the jobs of these leases. Raises what the
-        function raises. If the caller is cancelled, leaves the thread alone, or kills the process that runs the
+        function raises. If the caller is cancelled, leaves the thread running, or kills the process that runs the
         handler."""
         assert self._threads is not None
         context = contextvars.copy_context()
@@ -130,7 +131,7 @@ class HandlerThreads:
                 case _:
                     raise error
         finally:
-            # The error's traceback refers to this frame. Break the cycle, so that the garbage collector need not.
+            # The error's traceback refers to this frame. Break the cycle, so that the garbage collector need not do so.
             del error
 
     def _abandon(self, thread: Future[Any]) -> None:

@@ -1,5 +1,5 @@
-"""The handlers of a worker, and how each is run: in a task, a thread or a process, within its time. Decides the outcome
-of the job, whatever the handler raises.
+"""The handlers of a worker, and how each handler is run: in a task, a thread or a process, within its time. Decides the
+outcome of the job, whatever the handler raises.
 
 worker.py takes the jobs and reports the outcomes. processes.py has the processes.
 """
@@ -38,13 +38,14 @@ Middleware = Callable[[Job, CallNext], Awaitable[Payload]]
 HandlerT = TypeVar("HandlerT", bound=Handler)
 _Result = TypeVar("_Result")
 
-# The files that call handlers. Their frames are no part of a handler's traceback.
+# The files that call handlers. Their frames do not belong to a handler's traceback.
 RUNNERS = frozenset(
     os.path.join(os.path.dirname(__file__), name) for name in ("batch_handlers.py", "handler_threads.py", "handlers.py")
 )
 # How many characters of a failure a line of the log shows.
 SUMMARY_CHARS_MAX = 200
-# A handler is stopped a little before its job's max_runtime ends: a tenth of max_runtime before, but at most this much.
+# A handler is stopped a little before its job's max_runtime ends: a tenth of max_runtime before this end, but at most
+# this many seconds before.
 _MARGIN_S_MAX = 1.0
 
 
@@ -61,7 +62,7 @@ class Suspended(NamedTuple):
     """A handler that waits for something."""
 
     run: Coroutine[Any, Any, Any]
-    # What it waits for, as its coroutine has yielded it.
+    # What the handler waits for, as its coroutine has yielded it.
     awaited: object
     # None: the coroutine returns the job's outcome. Otherwise the coroutine is this handler's own, and returns the
     # handler's result.
@@ -256,7 +257,8 @@ class Handlers:
         return action
 
     async def _run_in_time(self, handler: Registered, held: HeldLease, job: Job) -> Payload:
-        """Runs a handler with a timeout, or for a job with a max_runtime. Raises TimedOut if it takes longer."""
+        """Runs a handler with a timeout, or for a job with a max_runtime. Raises TimedOut if the handler takes
+        longer."""
         timeout_s = math.inf if handler.timeout_s is None else handler.timeout_s
         message = f"the handler did not finish within {timeout_s:g} s"
         if job.max_runtime is not None and (runtime_s := left_s((held,))) < timeout_s:
@@ -305,10 +307,11 @@ class Handlers:
         )
 
     def _log_failure(self, job: Job, action: Failed, error: BaseException, frames: TracebackType | None) -> None:
-        """Logs a failed attempt. An error that nobody expects is logged with its traceback; if it has none, with the
-        stack that the failure has."""
+        """Logs a failed attempt. An error that nobody expects is logged with its traceback. If it has no traceback, it
+        is logged with the stack of the failure."""
         failure = action.failure
-        # Both of these are expected: a handler raises an Outcome on purpose, and its timeout was set on purpose.
+        # An Outcome and a timeout are both expected: a handler raises an Outcome on purpose, and its timeout was set on
+        # purpose.
         deliberate, late = isinstance(error, Outcome), isinstance(error, TimedOut)
         expected = deliberate or late
         last = job.attempt >= job.max_attempts
@@ -343,7 +346,7 @@ def _in_context(context: contextvars.Context, suspended: Suspended) -> Generator
             argument = yield awaited
             step: Callable[[Any], Any] = work.send
         except BaseException as error:  # noqa: BLE001 - the coroutine decides
-            # Leave this frame out of the traceback: it is no part of what the handler was doing.
+            # Leave this frame out of the traceback, because it does not show what the handler was doing.
             argument, step = error.with_traceback(None), work.throw
         try:
             awaited = context.run(step, argument)
@@ -371,8 +374,8 @@ def left_s(helds: Sequence[HeldLease]) -> float:
 
 
 async def in_time(work: Awaitable[_Result], timeout_s: float, message: str, helds: Sequence[HeldLease]) -> _Result:
-    """Awaits a handler's work on the jobs of these leases. Raises TimedOut if it does not finish in time."""
-    # This scope never ends by itself: on_timeout() ends it, after setting the reason where the handler can see it.
+    """Awaits a handler's work on the jobs of these leases. Raises TimedOut if the work does not finish in time."""
+    # This scope never ends by itself: on_timeout() ends it, after it has set the reason where the handler can see it.
     scope = asyncio.timeout(None)
     loop = asyncio.get_running_loop()
 
@@ -421,6 +424,6 @@ def is_the_workers(error: BaseException, handler: Registered) -> bool:
         # Python raises it in the main thread at Ctrl-C. If it comes from another thread or process, the handler itself
         # has raised it.
         return handler.is_async
-    # Whether the current task itself was cancelled, not something inside its handler.
+    # Find out whether the current task itself was cancelled, and not only something inside its handler.
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0

@@ -29,7 +29,7 @@ _TIMES = 2
 
 
 class _Answer(Enum):
-    """What a server said to the preface of HTTP/2."""
+    """What a server answered to the preface of HTTP/2."""
 
     SETTINGS = auto()
     CLOSED = auto()

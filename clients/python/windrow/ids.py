@@ -1,7 +1,7 @@
 """Job ids: UUIDv7, in the order in which they were made. Owns this process's last id.
 
 RFC 9562, section 5.7, with the monotonic random counter of section 6.2, method 2: the last 48 bits are the counter.
-Every millisecond, all random bits are drawn anew from the system's randomness, except the counter's top bit, which
+Every millisecond, all random bits are taken anew from the system's random source, except the counter's top bit, which
 starts as 0. Within a millisecond the counter grows by a random step.
 """
 
@@ -21,8 +21,8 @@ _NS_PER_MS = 1_000_000
 # A bit above the 48 bits of the counter, so that the counter's hexadecimal text always has the same length.
 _MARK = 1 << 48
 _FULL = _MARK << 1
-# The counter starts with its top bit clear, and a step has 32 bits, so there is room for at least 2^15 ids. Python
-# cannot make that many in 1 ms.
+# The top bit of the counter starts as 0, and a step has 32 bits, so there is room for at least 2^15 ids. Python cannot
+# make that many in 1 ms.
 _START_MAX = (1 << 47) - 1
 
 # The GIL makes next() of a count atomic. Without a GIL, that is guaranteed only from Python 3.14 on.
@@ -66,8 +66,8 @@ def _batch_head(batch: str) -> str:
 
 
 def made_at(id: str) -> float:  # noqa: A002
-    """Returns the time at which an id was made, by its maker's clock: seconds since 1970-01-01 UTC. Raises ValueError
-    for an id that is not a UUIDv7."""
+    """Returns the time at which an id was made, by the clock of the process that made it: seconds since 1970-01-01 UTC.
+    Raises ValueError for an id that is not a UUIDv7."""
     digits = id.replace("-", "")
     if len(digits) != 32 or digits[12] != "7":
         raise ValueError(f"{id!r} is not a UUIDv7")

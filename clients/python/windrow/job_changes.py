@@ -41,7 +41,8 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFilter:
-    """Conditions for jobs of one org. All must be true of a job; what is empty or None is no condition."""
+    """Conditions for jobs of one org. All conditions must be true of a job. A field that is empty or None is no
+    condition."""
 
     queue: str = ""
     kind: str = ""
@@ -72,7 +73,7 @@ class JobFilter:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no condition except `states` and `not_killed`, which only narrow other conditions."""
+        """Whether the filter has no condition except `states` and `not_killed`, which only narrow other conditions."""
         return self == JobFilter(states=self.states, not_killed=self.not_killed)
 
     def allows(self, job: JobRecord) -> bool:
@@ -115,10 +116,10 @@ class JobChanges(AdminCalls):
     async def count_jobs(self, where: JobFilter = _ALL, *, on_progress: Callable[[int], object] | None = None) -> int:
         """Counts the jobs that meet the conditions, in every state if `where.states` is empty. Makes many short calls,
         which take some seconds for a million jobs; `on_progress` gets the count so far. With `died_after`,
-        `died_before` or `not_killed`, only dead jobs count.
+        `died_before` or `not_killed`, only dead jobs are counted.
 
-        Each job counts once; a job whose state changes meanwhile may be left out. Raises Unavailable if a shard of the
-        org does not answer. Raises NotFound if `where.queue` does not exist."""
+        Each job is counted once. A job whose state changes meanwhile may be left out. Raises Unavailable if a shard of
+        the org does not answer. Raises NotFound if `where.queue` does not exist."""
         request = admin_pb2.CountJobsRequest(
             org=self.org,
             queue=where.queue,
@@ -173,8 +174,8 @@ class JobChanges(AdminCalls):
 
     async def redrive_jobs(self, ids: Iterable[str]) -> list[Answer]:
         """Makes dead jobs ready again; their attempts are counted from 1 again. Returns CANCELLED for a cancelled job,
-        and STALE for any other job that is not dead, also if the first try of this call redrove it and its answer was
-        lost."""
+        and STALE for any other job that is not dead, also if the first try of this call redrove the job, but its answer
+        was lost."""
 
         async def send(part: Sequence[str]) -> Sequence[int]:
             request = queue_pb2.RedriveJobsRequest(org=self.org, ids=part)
@@ -192,7 +193,8 @@ class JobChanges(AdminCalls):
         on_progress: OnProgress | None = None,
     ) -> BulkChange:
         """Cancels the jobs that meet the conditions, at most `limit`, in small steps with pauses. A job that starts to
-        meet them meanwhile may be left out. At least one condition must be given besides `states` and `not_killed`.
+        meet the conditions meanwhile may be left out. At least one condition must be given in addition to `states` and
+        `not_killed`.
 
         `dry_run`: only finds the jobs. `on_progress` is called after each step. After an error, call again: cancelled
         jobs stay cancelled, and are not found again. Raises Unavailable if a shard of the org does not answer. Raises
@@ -216,7 +218,7 @@ class JobChanges(AdminCalls):
         jobs as cancel_where does.
 
         Skips a job that already has the wanted values, so that a repeated call continues where the first one stopped.
-        With `delay` it skips no such job: each call counts the delay from its own time."""
+        With `delay`, no such job is skipped, because each call counts the delay from its own time."""
         if not priority and run_at is None and delay is None and attributes is None:
             raise invalid_argument("priority", "must be set, unless run_at, delay or attributes is")
         # Check the values before a dry run too.

@@ -50,7 +50,7 @@ class JobLog:
     _lines: deque[bytes] | None = None
     # The bytes of the lines, with their line ends.
     _bytes = 0
-    # How many lines were logged, the dropped ones included.
+    # How many lines were logged, including the dropped lines.
     count = 0
     _closed = False
 

@@ -101,7 +101,7 @@ class WorkflowNode:
     # The nodes that were added with this lease, in the order of the calls.
     added: list[Nodes] = field(default_factory=list[Nodes], repr=False, compare=False)
 
-    # These methods are no coroutine functions, so that a `def` handler gets the error, and not a coroutine that nobody
+    # These methods are not coroutine functions, so that a `def` handler gets the error, and not a coroutine that nobody
     # awaits.
 
     def add(self, nodes: Nodes) -> Awaitable[Added]:
@@ -139,7 +139,7 @@ class LostReason(enum.Enum):
 
 class Lost(asyncio.Event):
     """Set when a handler should stop working on its job. The handler's result is then dropped. There is one exception:
-    if the reason is TIMED_OUT, and an `async def` still finishes, its result counts."""
+    if the reason is TIMED_OUT, and an `async def` handler still finishes, its result is used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,8 +184,8 @@ class Enqueued:
 
 
 def newly_stored(ids: Iterable[str]) -> list[Enqueued]:
-    """Returns the results for jobs that are all newly stored. Sets only the ids, because the class has the defaults:
-    this takes a fifth of the time."""
+    """Returns the results for jobs that are all newly stored. Sets only the ids, because the class has the defaults.
+    This takes a fifth of the time that calls of Enqueued() would take."""
     results: list[Enqueued] = []
     for id_ in ids:
         stored = _new(Enqueued)
@@ -229,10 +229,10 @@ class Job:
     # The org that owns the job; empty: the client's org. A client's method that gets this job makes its call for this
     # org.
     org: str = ""
-    # A Worker sets this when the handler should stop; `job.lost.reason` says why. A `def` handler that runs long should
-    # check `job.lost.is_set()` between its steps.
+    # A Worker sets this when the handler should stop; `job.lost.reason` says why. A `def` handler that runs for long
+    # should check `job.lost.is_set()` between its steps.
     lost: Lost = field(default_factory=Lost, repr=False, compare=False)
-    # Takes the reports; a Worker sets it.
+    # Receives the handler's reports. A Worker sets this field.
     reporter: Reporter = field(default_factory=Reporter, repr=False, compare=False)
     # The lines that log() has kept.
     logged: JobLog = field(default_factory=JobLog, repr=False, compare=False)
@@ -244,7 +244,8 @@ class Job:
             if name != "lost":
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
             with _LOST_LOCK:
-                # The handler's thread and the worker may both ask for it first, and must get the same object.
+                # Both the handler's thread and the worker may be the first to ask for `lost`, and they must get the
+                # same object.
                 try:
                     return object.__getattribute__(self, "lost")
                 except AttributeError:
@@ -252,8 +253,8 @@ class Job:
                     return lost
 
     def log(self, text: str) -> None:
-        """Adds one line or several to the log of this attempt. The job's history keeps it, and `windrow jobs get` shows
-        it.
+        """Adds one line or several to the log of this attempt. The job's history keeps the log, and `windrow jobs get`
+        shows it.
 
         The log keeps the first 512 bytes of a line, and the newest 50 lines of an attempt, or fewer if they have more
         than 4 KiB. If lines were dropped, the first line says how many. A job keeps the logs of its newest 5 attempts.
@@ -264,7 +265,7 @@ class Job:
         self.logged.write(text)
 
     def report(self, progress: Progress | None = None, *, checkpoint: Payload = None) -> None:
-        """Reports how far the handler has come (`progress`), and what the next attempt needs in order to go on from
+        """Reports how far the handler has come (`progress`), and what the next attempt needs in order to continue from
         there (`checkpoint`, at most 64 KiB). The next attempt finds the checkpoint in job.checkpoint. None: the earlier
         report stays. b"" removes an earlier checkpoint.
 
@@ -292,7 +293,8 @@ class Attempt:
     leased_at: datetime
     ended_at: datetime
     outcome: AttemptOutcome
-    # The failure that the nack reported, or the reason of a snooze. None: none was given, or the outcome has none.
+    # The failure that the nack reported, or the reason of a snooze. None: no failure and no reason was given, or the
+    # outcome has none.
     failure: Failure | None
     # The lines that its handler logged. A job keeps the lines of its newest 5 attempts.
     log: str = ""
@@ -300,13 +302,13 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """A job as it is stored, in whatever state."""
+    """A job as it is stored, in any state."""
 
     id: str
     queue: str
     kind: str
     state: JobState
-    # None: the call did not ask for them. If the job has no result, `result` is empty.
+    # None: the call did not ask for payloads and results. If the job has no result, `result` is empty.
     payload: bytes | None
     result: bytes | None
     attributes: Mapping[str, str]
@@ -388,8 +390,8 @@ def answers(values: Sequence[int]) -> list[Answer]:
 
 
 def listed_jobs(jobs: object) -> list[Job]:
-    """Returns leased jobs as a list. Raises InvalidRequest if anything else is given, such as an id: only a job has a
-    lease, which calls name."""
+    """Returns leased jobs as a list. Raises InvalidRequest if anything else is given, such as an id: the calls need the
+    lease, and only a job has one."""
     listed: list[Any] = list(jobs) if isinstance(jobs, Iterable) and not isinstance(jobs, str) else [jobs]
     for one in listed:
         if not isinstance(one, Job):
@@ -402,8 +404,8 @@ def listed_jobs(jobs: object) -> list[Job]:
 
 def listed_ids(ids: Iterable[str], name: str = "ids") -> list[str]:
     """Returns a call's argument as a list. Raises InvalidRequest, also if the argument is a single id and not a list.
-    Type checkers allow that mistake, because a str is an iterable of str. Each of its 36 characters would be sent as an
-    id."""
+    Type checkers allow that mistake, because a `str` is an iterable of `str`. Each of its 36 characters would be sent
+    as an id."""
     if isinstance(ids, str):
         raise invalid_argument(name, f"must be a list of ids, not one id: write [{shown(ids)}]")
     listed = list(ids)
@@ -415,13 +417,13 @@ def listed_ids(ids: Iterable[str], name: str = "ids") -> list[str]:
 
 
 class _Unfrozen:
-    """A Job whose fields can be set. It becomes a Job when its class is set."""
+    """An object with the fields of a Job, which can be set. It becomes a Job when its class is set."""
 
     __slots__ = tuple(field.name for field in fields(Job))
 
 
 def read_leased(message: job_pb2.LeasedJob, *, reporter: Reporter = _NOBODY) -> Job:
-    # Set the fields one by one, in an object that is not frozen, because that is fast. Calling Job() with so many
+    # Set the fields one by one, in an object that is not frozen, because that is fast. Calling Job() with all its
     # arguments would take as long as reading the message. Setting the fields of a frozen object would take several
     # times as long. `lost` is made when it is first used.
     job: Any = _new(_Unfrozen)

@@ -1,9 +1,9 @@
 """The leases that a worker holds, and when they are extended. Does not know what runs under them.
 
-Time is the worker's own monotonic clock. A lease counts from the receipt of its job, or from just before its last
-successful extend was sent. So for the worker, a lease ends when it ends at the shard or earlier. It may end later by no
-more than the time that the job travelled. So a worker that cannot reach its router gives up a job before another worker
-gets it, or at the same moment. If both run the job nevertheless, fencing rejects the older lease.
+Time is the worker's own monotonic clock. For the worker, a lease begins at the receipt of its job, or just before its
+last successful extend was sent. So the lease usually ends no later for the worker than at the shard. If it ends later,
+then by at most the time that the job travelled. So a worker that cannot reach its router gives up a job before another
+worker gets it, or at the same moment. If both run the job nevertheless, fencing rejects the older lease.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HeldLease:
     # These class attributes are the values that most jobs have until they end. An object stores only values that
     # differ.
 
-    # The lease ends at this time at the latest, however often it is extended.
+    # The lease ends at this time at the latest, no matter how often it is extended.
     until = math.inf
     # An extend waits to be sent or answered.
     extending = False
@@ -49,12 +49,12 @@ class HeldLease:
     lost = False
     # The handler was given to a thread, which cannot be cancelled.
     in_thread = False
-    # That thread, once it has begun.
+    # The thread that runs the handler, once it has begun.
     thread: int | None = None
     # The process that runs the handler.
     process: HandlerProcess | None = None
     task: asyncio.Task[None] | None = None
-    # All leases whose jobs one handler runs together, this one included.
+    # All leases whose jobs one handler runs together, including this one.
     batch: Sequence[HeldLease] | None = None
 
     def __init__(self, job: Job, renewed_at: float, window_s: float) -> None:
@@ -153,8 +153,8 @@ class Leases:
         return held.over or time.monotonic() >= held.ends_at
 
     async def keep(self) -> None:
-        """Extends each lease after a third of its window, and passes all leases that are due to `extend` together. Runs
-        until cancelled."""
+        """Extends each lease after a third of its window. Calls `extend` once for all leases that are due at the same
+        time. Runs until cancelled."""
         while True:
             if not self._held:
                 self._not_empty.clear()
@@ -228,7 +228,7 @@ class Leases:
 
     def _end(self, held: HeldLease, reason: LostReason) -> bool:
         """Stops working under a lease. Returns False if the job's outcome is on its way to the router. In that case
-        this outcome may have ended the lease; the router's answer to it will tell."""
+        this outcome may have ended the lease, and the router's answer to the outcome will tell."""
         self.drop(held)
         held.over = True
         if held.settling:

@@ -21,7 +21,7 @@ class LimitMeasure(enum.Enum):
     BYTES = "bytes"
     # Leases that begin in an interval. A limit of this measure refuses nothing: jobs wait until it has room.
     STARTS = "starts"
-    # Jobs that are leased at a time. A limit of this measure refuses nothing: jobs wait until a lease ends.
+    # Jobs that are leased at the same time. A limit of this measure refuses nothing: jobs wait until a lease ends.
     IN_FLIGHT = "in_flight"
     # Jobs that have not ended, and the bytes of their payloads and attributes.
     BACKLOG = "backlog"

@@ -86,7 +86,7 @@ class NewJob:
     - `dedup_window` (s, or timedelta; 1 s to 30 days): how long the key counts, from when the job is stored. Default:
       1 day.
     - `dedup_while_live`: the key counts until the job has succeeded, died or was cancelled, and not for a window. A
-      redriven job does not take its key again.
+      redriven job does not get its key back.
     - `id`: a UUIDv7 (uuid7()). The router refuses an id that is older than 7 days. Default: a new id.
     """
 

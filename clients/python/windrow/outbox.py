@@ -7,9 +7,9 @@
 
     windrow.run(outbox.Relay("postgresql://...", client))             # one or more, anywhere
 
-If a relay dies between the router's OK and its own DELETE, a job is relayed twice. It is stored once, because its id is
-made with the NewJob. Jobs are relayed in the order of their ids. This module owns the table windrow_outbox and needs
-`windrow[outbox]`. The relay polls: your database needs no triggers and no LISTEN.
+If a relay dies between the router's OK and its own DELETE, a job is relayed twice. The job is stored once, because its
+id is made with the NewJob. Jobs are relayed in the order of their ids. This module owns the table windrow_outbox and
+needs `windrow[outbox]`. The relay polls: your database needs no triggers and no LISTEN.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ async def _add_async(connection: psycopg.AsyncConnection[Any], parameters: dict[
 
 
 class Relayed(NamedTuple):
-    """Counts of the jobs of one batch: sent, set aside, and left for a retry because their org could not be reached."""
+    """Counts of the jobs of one batch: sent, set aside, and kept for a retry because their org could not be reached."""
 
     sent: int = 0
     set_aside: int = 0
@@ -217,10 +217,10 @@ class Relay:
     matter, because each row has its own. `rows_max` (1 to 1,000; default 500): how many jobs one batch may have. A
     batch also has at most about 8 MiB.
 
-    The relay waits one second for an org's jobs to be stored. If that fails, it skips the org for up to 30 s, while
-    other orgs' jobs continue. After a timeout of an org it waits longer for this org, up to 10 s. `run` relays the jobs
-    of such slow orgs over a second connection, so that no other org waits for them. If a failed call did store jobs,
-    the next try finds them as duplicates by their ids.
+    The relay waits one second for an org's jobs to be stored. If that fails, the relay skips the org for up to 30 s,
+    while other orgs' jobs continue. After a timeout of an org it waits longer for this org, up to 10 s. `run` relays
+    the jobs of such slow orgs over a second connection, so that no other org waits for them. If a failed call did store
+    jobs, the next try finds them as duplicates by their ids.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class Relay:
                 self._loop.call_soon_threadsafe(self._stopping.set)
 
     async def run(self) -> None:
-        """Relays until stop(). In the main thread, SIGTERM and SIGINT end it too, unless the program handles SIGTERM
+        """Relays until stop(). In the main thread, SIGTERM and SIGINT end run() too, unless the program handles SIGTERM
         itself. Continues after outages of the database or the router.
 
         Raises a WindrowError that no retry can fix and that concerns every org: Unauthenticated, PermissionDenied if
@@ -285,7 +285,7 @@ class Relay:
         return await self._connect()
 
     async def _run_on(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        """Relays until stop(). Jobs of slow orgs are relayed in a task of their own, and other jobs here."""
+        """Relays until stop(). Jobs of slow orgs are relayed in a task of their own, and other jobs in this task."""
         idle_s = _IDLE_FIRST_S
         slow: asyncio.Task[None] | None = None
         try:
@@ -399,7 +399,7 @@ class Relay:
                     await self._send_org(request, sent, bad)
 
         async with asyncio.TaskGroup() as group:
-            # Orgs that could not be reached the last time come last.
+            # Begin with the orgs that could be reached the last time.
             for request in sorted(requests.values(), key=lambda request: request.org in self._resting):
                 group.create_task(send(request))
         return sent, bad
@@ -457,15 +457,15 @@ class Relay:
 
 
 def _concerns_every_org(error: WindrowError) -> bool:
-    """Returns whether no retry helps, whichever org's jobs are sent. The token may be for one org only, so any other
-    PermissionDenied may concern only the org that was refused."""
+    """Returns whether no retry helps, no matter which org's jobs are sent. The token may be for one org only, so any
+    other PermissionDenied may concern only the org that was refused."""
     if isinstance(error, PermissionDenied):
         return isinstance(error, Unauthenticated) or error.reason == _SCOPE_MISSING
     return isinstance(error, TlsFailed | RouterTooOld | ClientClosed)
 
 
 def _read(row: _Row) -> job_pb2.NewJob | _Bad:
-    """Returns the job to send. Shortens its delay by the time that the job spent in the outbox."""
+    """Returns the job to send. Shortens the job's delay by the time that the job spent in the outbox."""
     try:
         job = job_pb2.NewJob.FromString(row.job)
         too_old = age_fault(job.id)

@@ -1,5 +1,5 @@
-"""The outcomes that a worker reports about a lease. Each adds itself to a message of the stream. Handlers raise Retry,
-Snooze or Kill to choose an outcome."""
+"""The outcomes that a worker reports about a lease. Each outcome adds itself to a message of the stream. Handlers raise
+Retry, Snooze or Kill to choose an outcome."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Action(abc.ABC):
 
     __slots__ = ()
     verb: ClassVar[str]
-    # Whether the lease goes on.
+    # Whether the lease continues.
     is_extend: ClassVar[bool] = False
 
     @property
     def size(self) -> int:
-        """How many bytes its texts have when they are sent."""
+        """How many bytes the outcome's texts have when they are sent."""
         return 0
 
     @abc.abstractmethod
@@ -129,7 +129,7 @@ class Waits(Action):
         raise AssertionError("a lease that has ended has no outcome to report")
 
 
-# By far the most frequent outcome, so one object serves for all.
+# By far the most frequent outcome, so one object is used for all of them.
 DONE = Done()
 
 
@@ -170,7 +170,7 @@ class Outcome(Exception):
 
     def _failure(self, *, message: str, permanent: bool = False) -> Failure:
         """Returns the failure to store. `message` is used if no reason was given. The names Retry and Kill say nothing
-        about the cause, so the failure's type is that of the error from which they were raised, if there is one."""
+        about the cause. So if they were raised from an error, the failure has the type of this error."""
         failure = failure_of(self, message=message, permanent=permanent)
         if type(self) in (Retry, Kill):
             cause = self.__cause__
@@ -182,7 +182,7 @@ class Retry(Outcome):
     """Raised by a handler: nack the job, and run it again.
 
     `after` is a timedelta or seconds; without it the job's retry policy sets the delay. This counts as an attempt: a
-    job without attempts left is dead. `reason` is stored in the attempt history. Raises ValueError if `after` is
+    job without remaining attempts is dead. `reason` is stored in the attempt history. Raises ValueError if `after` is
     negative or more than 3,650 days.
     """
 
@@ -216,7 +216,7 @@ class Snooze(Outcome):
 
 class Waiting(Outcome):
     """Raised by wait_for: the lease has ended, and the job waits for nodes of its workflow. A handler must not catch
-    this: its outcome would be dropped. Nothing has failed, and the attempt does not count."""
+    this exception, because its own outcome would be dropped. Nothing has failed, and the attempt does not count."""
 
     def __init__(self, nodes: int) -> None:
         super().__init__(nodes)
@@ -230,8 +230,8 @@ class Waiting(Outcome):
 
 
 class Kill(Outcome):
-    """Raised by a handler: the failure is permanent. The job is dead at once, even if it has attempts left. `reason` is
-    stored in the attempt history."""
+    """Raised by a handler: the failure is permanent. The job is dead at once, even if it has remaining attempts.
+    `reason` is stored in the attempt history."""
 
     is_failure = True
 
@@ -243,7 +243,8 @@ class Kill(Outcome):
 
 
 def _checked(after: Span) -> Span:
-    """Returns the delay. Raises ValueError if it is negative or too long. Raises TypeError if it is not a delay."""
+    """Returns the delay. Raises ValueError if the delay is negative or too long. Raises TypeError if it is not a
+    delay."""
     given: object = after
     if not isinstance(given, (int, float, timedelta)):
         raise TypeError(f"after: {given!r} is neither a number of seconds nor a timedelta")

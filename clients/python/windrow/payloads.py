@@ -25,8 +25,8 @@ Payload: TypeAlias = bytes | bytearray | memoryview | str | Mapping[str, Any] | 
 
 
 def encode(value: Payload, *, what: str = "payload") -> bytes:
-    """Returns the bytes for a value. Raises TypeError or ValueError if JSON cannot represent it, as with NaN; `what`
-    names the value in the error."""
+    """Returns the bytes for a value. Raises TypeError or ValueError if JSON cannot represent the value, as with NaN;
+    `what` names the value in the error."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, bytearray | memoryview):

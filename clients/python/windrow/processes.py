@@ -1,7 +1,7 @@
 """Processes that run handlers, each for one job at a time. A process can be killed. This ends only the job of the
 process.
 
-This module owns the processes and their pipes. It knows no leases, and does not decide when a job must stop.
+This module owns the processes and their pipes. It does not know the leases, and does not decide when a job must stop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from windrow.outcomes import Action, action_of
 from windrow.payloads import Payload, encode
 from windrow.reports import Report, Reporter
 
-# A process that has run this many jobs is replaced by a new one, which bounds leaks of handlers.
+# A process that has run this many jobs is replaced by a new one. This bounds what handlers can leak.
 _JOBS_MAX = 1000
 # How long a process that has closed its pipe may take to end.
 _END_S = 5.0
@@ -57,13 +57,13 @@ class _Ended:
     """How a handler ended, as its process reports it."""
 
     result: bytes | None = None
-    # The error that it raised, pickled, and what becomes of the job.
+    # The error that the handler raised, pickled, and what becomes of the job.
     error: bytes = b""
     action: Action | None = None
 
 
 class _Asked(NamedTuple):
-    """A handler's question whether all that it has reported is stored. The answer is the number."""
+    """A handler's question whether all that it has reported is stored. The answer is the question's number."""
 
     number: int
 
@@ -87,9 +87,9 @@ class HandlerProcess:
     from another thread."""
 
     def __init__(self) -> None:
-        # Guards the start against kill(), and the pipe's descriptor against its use after close().
+        # Keeps kill() from running during the start, and keeps the pipe's descriptor from being used after close().
         self._lock = threading.Lock()
-        # Held while something is sent, as messages must not mix.
+        # Held while something is sent, because messages must not mix.
         self._sending = threading.Lock()
         self._process: BaseProcess | None = None
         self._connection: Connection | None = None
@@ -101,7 +101,8 @@ class HandlerProcess:
 
     @property
     def is_reusable(self) -> bool:
-        """Whether it can run another job. Otherwise run() has closed it, or kill() or retire() was called."""
+        """Whether the process can run another job. If it cannot, run() has closed it, or kill() or retire() was
+        called."""
         return not self._over and self._jobs < _JOBS_MAX and self._process is not None and self._process.is_alive()
 
     def run(self, function: Callable[[Job], Payload], job: Job) -> Payload:
@@ -114,7 +115,7 @@ class HandlerProcess:
         is_new = self._connection is None
         with _STARTS if is_new else nullcontext():
             connection = self._started()
-            # If the process has ended, this fails, and so does recv() below.
+            # If the process has ended, send() fails, and so does _received() below.
             with suppress(OSError):
                 with self._sending:
                     connection.send(call)
@@ -131,7 +132,7 @@ class HandlerProcess:
                     stored = job.reporter.when_stored(lease)
                     stored.add_done_callback(partial(self._answer, said))
                 elif lease != job.lease:
-                    # This comes from a thread that an earlier handler left running.
+                    # The message comes from a thread that an earlier handler left running.
                     continue
                 elif isinstance(said, Report):
                     job.reporter(lease, said)
@@ -149,7 +150,7 @@ class HandlerProcess:
         raise error
 
     def _answer(self, asked: _Asked, _: Future[None]) -> None:
-        # The process reads at once, so this does not wait.
+        # The process reads at once, so send() does not wait.
         with self._sending, self._lock:
             if self._connection is not None and not self._connection.closed:
                 # The process may have ended.
@@ -167,15 +168,16 @@ class HandlerProcess:
         return received
 
     def retire(self) -> None:
-        """Lets it run no other job, from now on. Does not wait for anything."""
+        """Lets the process run no other job from now on. Does not wait for anything."""
         self._over = True
 
     def kill(self) -> None:
-        """Ends the process and a run() that waits for it, which then closes the pipe. Thread-safe."""
+        """Ends the process, and also a run() that waits for it. This run() then closes the pipe. Thread-safe."""
         with self._lock:
             self._over = True
             if self._process is not None and self._connection is not None:
-                # Kill its group too, if it has made one yet. Never use the id of a process that has ended.
+                # Also kill the group of the process, if the process has made one yet. Never use the id of a process
+                # that has ended.
                 if self._process.exitcode is None and self._process.pid is not None:
                     with suppress(ProcessLookupError):
                         os.killpg(self._process.pid, signal.SIGKILL)
@@ -185,7 +187,7 @@ class HandlerProcess:
                     pipe.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Lets the process end. Do not call it while run() reads the pipe: another file could get the pipe's
+        """Lets the process end. Do not call close() while run() reads the pipe: another file could get the pipe's
         descriptor."""
         with self._lock:
             self._over = True
@@ -235,7 +237,7 @@ def is_handler_process() -> bool:
 
 
 def _serve(connection: Connection) -> None:
-    # Make a group of its own, so that processes that handlers start are killed with this process.
+    # Make a process group of its own, so that processes that handlers start are killed with this process.
     os.setsid()
     # A supervisor's SIGTERM may reach every process of the worker. The worker decides when this process ends. Do not
     # use SIG_IGN: processes that handlers start would inherit it.
@@ -255,7 +257,7 @@ def _serve(connection: Connection) -> None:
 
 
 class _WorkersEnd:
-    """The pipe to the worker, in the process of a handler. A handler may use it in several threads."""
+    """The pipe to the worker, in the process of a handler. A handler may use the pipe in several threads."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -267,7 +269,7 @@ class _WorkersEnd:
         self.calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def read(self) -> None:
-        """Takes what the worker sends, until it closes the pipe."""
+        """Receives what the worker sends, until the worker closes the pipe."""
         with suppress(EOFError, OSError):
             while True:
                 received: bytes | int = self._connection.recv()
@@ -293,7 +295,7 @@ class _WorkersEnd:
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Takes a signal, and does nothing."""
+    """Receives a signal, and does nothing."""
 
 
 def _end_with_worker() -> None:

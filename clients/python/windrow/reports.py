@@ -34,7 +34,7 @@ class Report:
     checkpoint: bytes | None = None
 
     def then(self, later: Report) -> Report:
-        """Returns both reports as one."""
+        """Returns this report and the later one as a single report."""
         return Report(
             progress=self.progress if later.progress is None else later.progress,
             checkpoint=self.checkpoint if later.checkpoint is None else later.checkpoint,

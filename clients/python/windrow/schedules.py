@@ -142,7 +142,7 @@ class ScheduleRun:
     skip_reason: SkipReason | None
     # Empty: the run was not stored.
     job_id: str
-    # None: there is no job, or it is not known.
+    # None: there is no job, or its state is not known.
     job_state: JobState | None
     decided_at: datetime
 
@@ -167,7 +167,7 @@ class ScheduleCalls:
     async def create_schedule(
         self, name: str, schedule: Schedule, job: NewJob, *, paused: bool = False
     ) -> ScheduleRecord:
-        """Creates a schedule, which stores a job like `job`, with an id of its own, at each of its instants. The
+        """Creates a schedule. At each of its instants, the schedule stores a job like `job`, with an id of its own. The
         payload has at most 64 KiB. The times, the delay and the dedup key of `job` must not be set.
 
         Raises AlreadyExists if there is a schedule of this name, even if this call created it in a first try whose
@@ -207,7 +207,7 @@ class ScheduleCalls:
             try:
                 return await self.create_schedule(name, schedule, job)
             except AlreadyExists:
-                # Another process has created it, and perhaps deleted it since.
+                # Another process has created the schedule, and perhaps deleted it since.
                 if not tries_left:
                     raise
         raise AssertionError("unreachable")
@@ -237,8 +237,8 @@ class ScheduleCalls:
                 return
 
     async def delete_schedule(self, name: str) -> None:
-        """Deletes a schedule; its jobs stay. Raises NotFound, also if the first try of this call deleted it and its
-        answer was lost."""
+        """Deletes a schedule; its jobs stay. Raises NotFound, also if the first try of this call deleted the schedule,
+        but its answer was lost."""
         request = schedules_pb2.DeleteScheduleRequest(org=self.org, name=name)
         await self._ask_schedules(lambda stub: stub.DeleteSchedule, request)
 
@@ -253,7 +253,8 @@ class ScheduleCalls:
         return _read((await self._ask_schedules(lambda stub: stub.ResumeSchedule, request)).schedule)
 
     async def trigger_schedule(self, name: str, *, request_id: str = "") -> str:
-        """Stores a run now, whatever the schedule's overlap policy and pause are. Returns the id of its job.
+        """Stores a run now, even if the schedule is paused or its overlap policy would not allow the run. Returns the
+        id of the run's job.
 
         `request_id`: a UUIDv7, so that the call may be repeated: while the run is among the schedule's newest 20, a
         call with the same `request_id` stores no other run, and returns the same job. Default: a new one, which an

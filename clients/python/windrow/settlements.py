@@ -27,7 +27,7 @@ from windrow.v1 import queue_pb2
 ENTRIES_MAX = 1000
 # A result may have 64 KiB. This bound keeps a message well below the largest message that is allowed.
 _BYTES_MAX = 4 * 1024 * 1024
-# The most bytes that an entry has besides its lease and its texts: tags, lengths, a retry_after.
+# How many bytes an entry has at most in addition to its lease and its texts: tags, lengths, a retry_after.
 _ENTRY_BYTES = 32
 _RELEASE, _EXTEND = Released(), Extended()
 UNANSWERED_MAX = 2
@@ -45,7 +45,7 @@ class _Entry:
     def __init__(self, held: HeldLease, action: Action, *, bare: bool = False) -> None:
         self.held = held
         self.action = action
-        # Whether it is an ack that carries nothing except its lease.
+        # Whether the entry is an ack that carries nothing except its lease.
         self.bare = bare
 
     @property
@@ -59,7 +59,8 @@ class _Entry:
 
     @property
     def tells_log(self) -> bool:
-        """Whether to send it with the lines that the handler has logged. An extend takes them only if some are new."""
+        """Whether to send the entry with the lines that the handler has logged. An extend is sent with them only if
+        some are new."""
         if self.is_extend:
             return self.held.job.logged.count > self.held.lines_told
         return self.held.logs
@@ -100,7 +101,7 @@ class Settlements:
         self._room = asyncio.Event()
         self._room.set()
         # Outcomes of jobs whose report is on its way. They wait until the report is answered: the router settles
-        # messages in parallel, and takes no report about a lease that has ended.
+        # messages in parallel, and refuses a report about a lease that has ended.
         self._after_report: dict[HeldLease, Action] = {}
         # Futures that end when no report of a job is on its way.
         self._told: dict[HeldLease, list[Future[None]]] = {}
@@ -115,8 +116,8 @@ class Settlements:
         held.settling = True
         logged = held.job.logged
         reported = held in self._reports
-        # Close the log if it is still to be read: because it has lines, or because a report is on its way. Any other
-        # log need not be closed.
+        # Close the log if it is still to be read. That is the case if it has lines, or if a report is on its way. Any
+        # other log need not be closed.
         if logged.count or reported:
             logged.close()
             held.logs = logged.count > 0
@@ -149,7 +150,7 @@ class Settlements:
         self._notify()
 
     def report(self, held: HeldLease, report: Report) -> None:
-        """Queues what a handler reports about its job. It is sent with an extend."""
+        """Queues what a handler reports about its job. The report is sent with an extend."""
         if held.settling or held.lost:
             return
         entry = self._reports.get(held)
@@ -210,7 +211,8 @@ class Settlements:
         return min((message.sent_at for message in self._unanswered.values()), default=None)
 
     def answered(self, settled: queue_pb2.Settled) -> None:
-        """Applies the router's answer to a message. Raises RouterError if it does not match a message that was sent."""
+        """Applies the router's answer to a message. Raises RouterError if the answer does not match a message that was
+        sent."""
         message = self._unanswered.pop(settled.request_id, None)
         not_ok = {answer.lease: answer.answer for answer in settled.not_ok} if settled.not_ok else {}
         if message is None or (not_ok and not not_ok.keys() <= {entry.held.lease for entry in message.entries}):
@@ -239,7 +241,7 @@ class Settlements:
 
     def on_stream_refused(self, error: InvalidRequest) -> bool:
         """Handles an InvalidRequest that ended the stream. If unanswered entries may be its cause, queues each of them
-        for a message of its own, to find the bad entry. Returns whether there were any."""
+        for a message of its own, to find the bad entry. Returns whether there were unanswered entries."""
         entries = [entry for message in self._unanswered.values() for entry in message.entries]
         self._unanswered.clear()
         if entries:

@@ -25,9 +25,9 @@ class Service(Protocol):
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _log = logging.getLogger("windrow.worker")
 _stops: list[Callable[[], None]] = []
-# For each signal that this module has taken, the handler that it had before.
+# For each signal that this module handles now, the handler that the signal had before.
 _before: dict[signal.Signals, Any] = {}
-# How many signals have come since the signals were taken.
+# How many signals have come since this module took them over.
 _count = 0
 
 
@@ -36,9 +36,9 @@ def run(*services: Service) -> None:
 
     The first signal stops them gracefully, the second at once. A third signal does what it would do without this
     function: usually, it ends the process. A `def` handler that still runs in its thread keeps the process alive until
-    it ends or another signal comes. Several services share one fate: if a service raises, for example because its key
-    was revoked, the others are cancelled, and the error is raised in an ExceptionGroup. If services of different orgs
-    must not end each other, run each in a process of its own.
+    the handler ends or another signal comes. Several services end together: if a service raises, for example because
+    its key was revoked, the others are cancelled, and the error is raised in an ExceptionGroup. If services of
+    different orgs must not end each other, run each in a process of its own.
     """
     asyncio.run(_run_all(services))
 
@@ -62,8 +62,8 @@ async def _run_all(services: tuple[Service, ...]) -> None:
 def stopped_by_signals(stop: Callable[[], None], *, always: bool = False) -> Generator[None]:
     """Calls `stop` on the first two signals. Does nothing outside the main thread, or if the event loop has no signal
     support. Also does nothing if the program handles SIGTERM itself, as a web server does, unless `always` is true. If
-    this function took the signals from such a server, the server would not end, and a handler that the server had set
-    in the event loop could not be restored."""
+    this function took over the signals of such a server, the server would not end, and a handler that the server had
+    set in the event loop could not be restored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -82,7 +82,7 @@ def stopped_by_signals(stop: Callable[[], None], *, always: bool = False) -> Gen
         yield
     finally:
         _stops.remove(stop)
-        # The last service to end restores the handlers, in whatever order they started.
+        # The last service to end restores the handlers, no matter in which order the services started.
         if not _stops:
             _restore()
 

@@ -47,9 +47,10 @@ class SyncClient:
     """Client without `await`: arguments, return values and errors are the same.
 
     Any number of threads may share a SyncClient. It also works in notebooks, where an event loop runs in the calling
-    thread. Do not call it from a coroutine: it would block the event loop. The first call ties it to its process. So a
-    client that is made before a fork and first used afterwards works in every child process. Close a used client before
-    a fork, and make a new one in the child: gRPC does not work in a process that was forked while a client was open.
+    thread. Do not call it from a coroutine: it would block the event loop. The first call ties the client to its
+    process. So a client that is made before a fork and first used afterwards works in every child process. Close a used
+    client before a fork, and make a new one in the child: gRPC does not work in a process that was forked while a
+    client was open.
     """
 
     # testing.py sets another class.
@@ -108,7 +109,7 @@ class SyncClient:
         """Closes the connections and ends the thread. Calls that are under way raise ClientClosed. A second close does
         nothing."""
         # Do nothing in a forked process, where the lock may be held for ever: a thread of the parent may have held it
-        # at the fork. Do nothing while the interpreter shuts down: it has ended the client's thread.
+        # at the fork. Do nothing while the interpreter shuts down, because it has ended the client's thread.
         if not self._owns_loop or not self._claim() or sys.is_finalizing():
             return
         with self._lock:
@@ -251,13 +252,13 @@ class SyncClient:
             # Do not take the lock: a thread of the parent may have held it at the fork.
             raise self._refusal("was used before a fork")
         if sys.is_finalizing():
-            # Its thread has ended, and a call from __del__ would never end.
+            # The client's thread has ended, and a call from __del__ would never end.
             raise ClientClosed("the interpreter shuts down, and a SyncClient has no thread any more; use atexit")
         with self._lock:
             if self._closed:
                 raise self._refusal("is closed")
             if self._runner is None:
-                # With a factory, the runner leaves the event loop of this thread alone.
+                # With a factory, the runner does not change the event loop of this thread.
                 runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
                 # The runner makes its loop here, before the thread uses it.
                 runner.get_loop()
@@ -276,9 +277,9 @@ class SyncClient:
             return asyncio.run_coroutine_threadsafe(work, self._runner.get_loop())
 
     def _claim(self) -> bool:
-        """Ties the client to this process, unless it is tied already. Returns whether it belongs to this process. Call
-        this before you take the lock. So nobody has taken the lock of a client that is not tied yet, and a forked
-        process may claim such a client."""
+        """Ties the client to this process, unless it is tied already. Returns whether the client belongs to this
+        process. Call this before you take the lock. So nobody has taken the lock of a client that is not tied yet, and
+        a forked process may claim such a client."""
         if self._pid is None:
             self._pid = os.getpid()
         return self._pid == os.getpid()
@@ -297,6 +298,7 @@ def _serve(runner: asyncio.Runner) -> None:
             try:
                 loop.run_forever()
             except (SystemExit, KeyboardInterrupt):
-                # Middleware, or a function that returns tokens, has raised it. The caller gets it; other calls go on.
+                # Middleware, or a function that returns tokens, has raised this error. Its caller gets the error; other
+                # calls continue.
                 continue
             break

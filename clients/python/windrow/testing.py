@@ -94,20 +94,20 @@ async def run_job(
     results: Mapping[str, Payload] | None = None,
 ) -> AttemptResult:
     """Runs the worker's handler for this job, as a running worker does: through its middleware, in a thread or process
-    if it needs one, and within its timeout. A batch handler gets a batch with this job alone. Needs no router, and
-    uses only the org and the tracing of the worker's client.
+    if the handler needs one, and within its timeout. A batch handler gets a batch with this job alone. Needs no router,
+    and uses only the org and the tracing of the worker's client.
 
     `attempt`: the number of the attempt. If the last of the job's `max_attempts` (20 by default) fails, the job is
-    DEAD. `checkpoint`: what an earlier attempt has reported. A test without an event loop writes
+    DEAD. `checkpoint`: what an earlier attempt has reported. A test without an event loop calls
     asyncio.run(run_job(...)).
 
-    `results`: the results of nodes that have succeeded, by name. If it is given, the job is a node of a workflow:
-    job.workflow.add adds nodes, and job.workflow.wait_for returns its nodes if all of them have results here. Otherwise
-    the attempt ends, and the job is BLOCKED: call run_job again with the results, and the handler runs from its
-    beginning.
+    `results`: the results of nodes that have succeeded, by name. If `results` is given, the job is a node of a
+    workflow: job.workflow.add adds nodes, and job.workflow.wait_for returns its nodes if `results` has a result for
+    each of them. Otherwise the attempt ends, and the job is BLOCKED: call run_job again with the results, and the
+    handler runs from its beginning.
 
     An error of the handler is in the result. Raises InvalidJob for a job that a router would refuse. Raises
-    InvalidRequest if the worker does not take jobs of its queue or has no handler for its kind."""
+    InvalidRequest if the worker does not take jobs of the job's queue, or has no handler for the job's kind."""
     message = new_message(job)
     if faults := list(job_faults(message)):
         raise error_of(_refusal("jobs[0]", faults))
@@ -137,7 +137,8 @@ async def run_job(
 
     handlers.open(worker.concurrency)
     try:
-        # Like a worker, give the handler a task of its own. Its code may cancel this task: then the attempt has failed.
+        # Like a worker, give the handler a task of its own. The handler's code may cancel this task; the attempt has
+        # then failed.
         handling = asyncio.create_task(handle())
         try:
             action = await handling
@@ -339,7 +340,7 @@ class RecordingClient(Client):
         self, queue: str = "", kind: str = "", payload: Payload = _ANY_PAYLOAD, **options: Unpack[JobOptions]
     ) -> list[NewJob]:
         """Returns the jobs that have this queue, kind and payload, and these options. An argument that is left out
-        matches all jobs. JSON payloads are compared as values: the order of their keys does not count."""
+        matches all jobs. JSON payloads are compared as values: the order of their keys does not matter."""
         # Encode the wanted job and read it again, as the recorded jobs were, so that 60 s equal timedelta(minutes=1).
         wanted = read_new(new_message(NewJob(queue, kind, b"" if payload is _ANY_PAYLOAD else payload, **options)))
         names = [*options, *(["queue"] if queue else ()), *(["kind"] if kind else ())]

@@ -116,12 +116,13 @@ def credentials(pem: Pem) -> grpc.ChannelCredentials:
 
 
 def pem_text(content: bytes) -> str:
-    """Returns a PEM file as `ssl` takes it: in ASCII. The comments in a file of CAs may have other characters."""
+    """Returns a PEM file in the form that `ssl` needs: ASCII. The comments in a file of CAs may have other
+    characters."""
     return content.decode("ascii", "ignore")
 
 
 def _has_certificate(content: bytes) -> bool:
-    """Returns whether gRPC can use a file of CAs: one certificate that can be read is enough for it."""
+    """Returns whether gRPC can use a file of CAs: one certificate that can be read is enough for gRPC."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     with contextlib.suppress(ssl.SSLError):
         context.load_verify_locations(cadata=pem_text(content))

@@ -1,4 +1,4 @@
-"""The bearer token of a client's calls: an API key, or whatever else its cluster accepts.
+"""The bearer token of a client's calls: an API key, or another token that its cluster accepts.
 
 A token is never shown: not in a message, a log line or a repr.
 """
@@ -82,7 +82,8 @@ class Refusals:
         self._may_change = tokens is not None and tokens.may_change
         # A router has accepted a token of this caller.
         self._accepted = False
-        # The time of the first refusal after the last acceptance, in monotonic seconds. None: no refusal came since.
+        # The time of the first refusal after the last acceptance, in monotonic seconds. None: there was no refusal
+        # since then.
         self._since: float | None = None
 
     def accepted(self) -> None:
@@ -90,7 +91,7 @@ class Refusals:
 
     def is_final(self) -> bool:
         """Returns whether to give up after this refusal. If a function returns the tokens, and a router has accepted an
-        earlier token, the answer is no for RENEWAL_S_MAX: the new token may only be late."""
+        earlier token, the answer is no for RENEWAL_S_MAX, because the new token may only be late."""
         now = time.monotonic()
         if self._since is None:
             self._since = now
@@ -102,7 +103,7 @@ def _is_async(function: Callable[[], object]) -> bool:
 
 
 async def _in_thread(function: Callable[[], _Result]) -> _Result:
-    """Calls a function that may read a file or ask a server, and so must not hold up the event loop."""
+    """Calls a function that may read a file or ask a server, and so must not run in the thread of the event loop."""
     try:
         called = asyncio.get_running_loop().run_in_executor(None, _called, function)
     except RuntimeError:

@@ -2,10 +2,10 @@
 
 Follows the semantic conventions for messaging spans (opentelemetry.io/docs/specs/semconv/messaging/messaging-spans):
 
-- Enqueueing one job makes a span `send <queue>` (PRODUCER). The job carries its context.
+- Enqueueing one job makes a span `send <queue>` (PRODUCER). The job carries the context of this span.
 - Enqueueing a batch inside a recorded span makes a span `create <queue>` (PRODUCER) for each job, and one
-  `send <queue>` (CLIENT) with links to them all. Each job carries the context of its own span. Outside a recorded span,
-  or with `create_spans=False`, all jobs of the batch carry the context of `send <queue>`.
+  `send <queue>` (CLIENT) with links to all of them. Each job carries the context of its own span. Outside a recorded
+  span, or with `create_spans=False`, all jobs of the batch carry the context of `send <queue>`.
 - A worker runs a handler in a span `process <queue>` (CONSUMER). This span is about one job, so the job's context is
   its parent, and also a link, as the conventions ask. A span around the worker itself becomes a second link.
 - A batch handler has one span `process <queue>` for its batch, with links to all jobs' contexts and no parent.

@@ -1,7 +1,7 @@
 """The worker: takes jobs from a stream, runs their handlers, and reports the outcomes.
 
 consume_stream.py has the stream, leases.py the leases, handlers.py the handlers, and settlements.py the reports. This
-module decides how many jobs to ask for and when each begins, and shuts the worker down.
+module decides how many jobs to ask for and when each job begins, and shuts the worker down.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ QUEUES_MAX = 64
 PREFETCH_MAX = 5000
 # Enough jobs to cover the round trip to the router when handlers take almost no time.
 _PREFETCH_MIN = 100
-# A prefetched job waits in the worker for at most about this long, or for a tenth of its window if that is shorter:
-# another worker may be idle.
+# A prefetched job waits in the worker for at most about this long, or for a tenth of its window if that is shorter,
+# because another worker may be idle.
 _PREFETCH_WAIT_S = 0.1
 # Roughly the time that the worker itself needs for a job, without its handler.
 _JOB_S_MIN = 0.000_02
@@ -90,9 +90,9 @@ class Worker:
     for.
 
     - `orgs` (default: the client's org): `windrow.ALL` takes jobs of every org of the cluster; job.org names the org.
-      The client needs a key for all orgs with the scopes consume and cluster. Orgs share the time of such workers by
-      their weights (`windrow weights`): an org is charged for as long as its jobs are leased, even if they only wait in
-      a worker. So the default of `prefetch` is then 0: the worker takes a job only when it can begin.
+      The client needs a key for all orgs with the scopes `consume` and `cluster`. Orgs share the time of such workers
+      by their weights (`windrow weights`): an org is charged for as long as its jobs are leased, even if they only wait
+      in a worker. So the default of `prefetch` is 0 for such a worker: it takes a job only when the job can begin.
     - `concurrency` (1 to 1,000; default 10): how many handlers run at the same time.
     - `prefetch` (0 to 5,000; default: 5 × concurrency, at least 100): how many jobs may wait in the worker besides the
       jobs that run, so that handlers need not wait for jobs. The longer handlers take, the fewer jobs the worker
@@ -103,19 +103,19 @@ class Worker:
     - `name` (default host-pid-xxxx): the worker's name in the attempt history.
     - `grace` (s, or timedelta; default 20 s): how long running handlers may take to finish when the worker stops.
     - `cancel_lost` (default True): cancels a coroutine handler when its lease ends. A `def` handler cannot be
-      cancelled: it should check job.lost.is_set(). If it never returns, it occupies its place, unless it has a timeout
-      (see handler()). It also keeps the process alive, because Python waits for threads at exit (see run()).
+      cancelled: it should check job.lost.is_set(). If the handler never returns, it occupies its place, unless it has a
+      timeout (see handler()). It also keeps the process alive, because Python waits for threads at exit (see run()).
     - `middleware`: functions `async def middleware(job, call_next)` that run around every handler, for example for
       metrics or an error reporter. The first function is the outermost. `await call_next(job)` runs the handler; it
-      returns what the handler returns and raises what the handler raises, TimedOut and Crashed included.
+      returns what the handler returns and raises what the handler raises, including TimedOut and Crashed.
 
     - `declares_as` (default "worker:" and the first queue): the name under which every() declares schedules. Programs
       that declare different schedules need different names.
     - `removes_undeclared` (default False): deletes the schedules that were declared under this name before and are no
-      longer declared. If it is False, a WARNING names them. A worker of an older release that starts again during a
-      deploy also deletes what only the new release declares.
+      longer declared. If this is False, a WARNING names these schedules. A worker of an older release that starts again
+      during a deploy also deletes what only the new release declares.
 
-    A handler that runs long can report how far it has come, for people, and a checkpoint for the job's next attempt
+    A handler that runs for long can report how far it has come, for people, and a checkpoint for the job's next attempt
     (see Job.report). A job that is cancelled loses its lease: see `cancel_lost`.
 
     A handler returns the job's result (see Payload; None: no result); the worker then acks the job. A result of more
@@ -123,11 +123,12 @@ class Worker:
     worker nacks the job. Retry(after=...), Snooze(after=...) and Kill("why") set the outcome; after any other exception
     the retry policy decides. The exception's type, message (8 KiB) and traceback (the newest frames, 32 KiB) are stored
     with the attempt. sys.exit() in a handler also ends only the attempt, not the worker. A KeyboardInterrupt in an
-    `async def` ends the worker, as Ctrl-C would: the worker releases its jobs, and run() raises it.
+    `async def` ends the worker, as Ctrl-C would: the worker releases its jobs, and run() raises the KeyboardInterrupt.
 
-    If the worker has no handler for the kind of a job, its program may be of an older release. So it snoozes the job
-    for 5 s to 5 min, longer each time; the attempt does not count. A WARNING says so once a minute, and the counter
-    `windrow.worker.unhandled_jobs` counts these jobs (OpenTelemetry, with `meter_provider` or the global provider).
+    If the worker has no handler for the kind of a job, the worker's program may be of an older release. So the worker
+    snoozes the job for 5 s to 5 min, longer each time; the attempt does not count. A WARNING says so once a minute, and
+    the counter `windrow.worker.unhandled_jobs` counts these jobs (OpenTelemetry, with `meter_provider` or the global
+    provider).
 
     Failures are logged to `windrow.worker`, with job, kind, queue and attempt: as WARNING (a Retry or Snooze as INFO),
     or as ERROR if the attempt was the last one. A TimedOut is logged with one line that says what the handler was
@@ -228,8 +229,8 @@ class Worker:
 
         A handler that takes longer than `timeout` (s, or timedelta; None: for ever) is stopped, and its attempt fails
         as `windrow.TimedOut`, with the handler's stack. An `async def` is cancelled. A thread cannot be stopped:
-        job.lost is set, another job gets its place, and the thread goes on alone, even while the job's next attempt
-        runs. At most 1,000 such threads are left alone; each further thread keeps its place until it ends.
+        job.lost is set, another job gets its place, and the thread continues without a place, even while the job's next
+        attempt runs. At most 1,000 such threads have no place; each further thread keeps its place until it ends.
 
         `isolate="process"` runs a `def` in a process of its own, for code that may hang, crash or leak: the process is
         killed when the handler times out, when its job is lost, and when the worker stops. If the process ends by
@@ -252,18 +253,18 @@ class Worker:
             @worker.batch_handler("index_page", max_jobs=100)
             async def index_pages(jobs): ...
 
-        It returns None if all jobs are done. Otherwise it returns a sequence with one result for each job, in their
-        order: the value that a handler of single jobs would return, or an exception for this job alone, such as
+        The function returns None if all jobs are done. Otherwise it returns a sequence with one result for each job, in
+        their order: the value that a handler of single jobs would return, or an exception for this job alone, such as
         Retry("why"). If the batch handler raises, all its jobs fail, or are snoozed, in the same way.
 
-        A batch has 1 to `max_jobs` (1 to 1,000) jobs. Each takes one of the worker's places, so `concurrency` should be
-        a few times `max_jobs`. A batch begins at once if it is full, or if there is no place for more jobs. Otherwise
-        it waits for more jobs, until its first job has been in the worker for `max_wait` (s, or timedelta; at most
-        60 s).
+        A batch has 1 to `max_jobs` (1 to 1,000) jobs. Each job takes one of the worker's places, so `concurrency`
+        should be a few times `max_jobs`. A batch begins at once if it is full, or if there is no place for more jobs.
+        Otherwise it waits for more jobs, until its first job has been in the worker for `max_wait` (s, or timedelta; at
+        most 60 s).
 
-        If the lease of a job is lost, its job.lost is set, and its result is dropped; the handler goes on for the other
-        jobs. The handler is cancelled when the leases of all its jobs are lost (see `cancel_lost`). The whole batch
-        fails as `windrow.TimedOut` after `timeout`, or sooner if the max_runtime of one of its jobs is over.
+        If the lease of a job is lost, its job.lost is set, and its result is dropped; the handler continues for the
+        other jobs. The handler is cancelled when the leases of all its jobs are lost (see `cancel_lost`). The whole
+        batch fails as `windrow.TimedOut` after `timeout`, or sooner if the max_runtime of one of its jobs is over.
         Middleware is not called, because it takes single jobs.
 
         Raises InvalidRequest if no kind is given, if a kind already has a handler, or if a number is out of range.
@@ -293,7 +294,7 @@ class Worker:
 
         run() creates the schedule, or changes it if it differs; a paused schedule stays paused. Any number of processes
         may declare the same schedules. See `removes_undeclared` about schedules that are no longer declared. The client
-        needs the scopes read and admin. run() raises InvalidRequest if it cannot read `when` or `tz`.
+        needs the scopes `read` and `admin`. run() raises InvalidRequest if it cannot read `when` or `tz`.
 
         Raises InvalidRequest if the name is declared already, if the kind has a handler, if the worker does not take
         jobs of the queue, or for a Schedule or payload that cannot be sent."""
@@ -315,7 +316,7 @@ class Worker:
         return register
 
     async def run(self) -> None:
-        """Works until stop(), or, in the main thread, until SIGTERM or SIGINT. It leaves both signals alone if the
+        """Works until stop(), or, in the main thread, until SIGTERM or SIGINT. It does not handle these signals if the
         program handles SIGTERM itself, as a web server does. A worker can run only once.
 
         To shut down, the worker takes no more jobs and releases the jobs that have not begun. It gives handlers `grace`
@@ -323,13 +324,13 @@ class Worker:
         handler that catches its cancellation and returns, or whose clean-up fails; but if the handler raises Snooze,
         Kill or a Retry with a delay, that is the job's outcome. It cannot stop a `def` handler: it sets job.lost, lets
         the lease expire, and run() returns. The process then ends when the handler's thread ends, or by the next
-        signal, because run() has restored the old signal handlers. It restores them after the second signal already, so
+        signal, because run() has restored the old signal handlers. After a second signal, it restores them at once, so
         a third signal ends the process even if a handler does not end when it is cancelled.
 
         Raises a WindrowError that no retry can fix, such as PermissionDenied or RouterTooOld. If the task of run() is
         cancelled, the worker cancels its handlers and releases their jobs. If routers refuse the token after they have
         accepted one, and `token` is a function, the worker does not give up for a minute: it calls the function again
-        and again, and tries the tokens that it gets. Meanwhile handlers go on, and an error of the function is only
+        and again, and tries the tokens that it gets. Meanwhile handlers continue, and an error of the function is only
         logged.
         """
         if self._loop is not None:
@@ -357,8 +358,8 @@ class Worker:
                 self._handlers.close()
 
     def stop(self) -> None:
-        """Begins a graceful shutdown (see run()); a second call ends it without waiting for handlers. Does nothing if
-        the worker has ended. Thread-safe."""
+        """Begins a graceful shutdown (see run()); a second call ends the worker without waiting for handlers. Does
+        nothing if the worker has ended. Thread-safe."""
         self._stops += 1
         if self._loop is not None:
             # A loop that is closed has no worker to stop.
@@ -396,7 +397,7 @@ class Worker:
                 stream.cancel()
                 declaring.cancel()
 
-    # Taking jobs.
+    # The jobs that the worker takes.
 
     def _jobs_wanted(self) -> int:
         """Returns how many more jobs the worker would take now."""
@@ -455,7 +456,7 @@ class Worker:
         self._waiting_with(held).remove(held)
         self._settlements.give_back(held)
 
-    # Running handlers.
+    # The handlers that run.
 
     def _start_waiting(self) -> None:
         """Lets a task run waiting jobs, if there is a place for one more handler."""
@@ -515,7 +516,7 @@ class Worker:
             raise
         finally:
             for held in batch:
-                # The batch refers to all its leases. Break the cycle, so that the garbage collector need not.
+                # The batch refers to all its leases. Break the cycle, so that the garbage collector need not do so.
                 held.task = held.batch = None
                 del self._running[held]
             self._changed.set()
@@ -524,7 +525,7 @@ class Worker:
 
     async def _run_waiting(self) -> None:
         """Runs waiting jobs, one after another, until a handler suspends: that handler keeps the task for itself, and
-        another task goes on with the jobs that wait. So only handlers that suspend cost a task."""
+        another task continues with the jobs that wait. So a new task is needed only for a handler that suspends."""
         task = asyncio.current_task()
         assert task is not None
         self._is_starting = False
@@ -568,7 +569,7 @@ class Worker:
                     self._settlements.wake.set()
                 if suspended or task.cancelling():
                     # The handler may have left something in the task, such as a late cancellation: end the task, so
-                    # that no other job meets it.
+                    # that this cannot affect another job.
                     return
                 if now - turn_began > _BUSY_S_MAX:
                     await asyncio.sleep(0)
@@ -667,7 +668,7 @@ class Worker:
         if held.lost or held.settling:
             return
         if held.in_thread:
-            # The thread goes on: do not release the job, so that no other worker gets it before the lease ends.
+            # The thread continues: do not release the job, so that no other worker gets it before the lease ends.
             log.warning("%s: %s still runs in its thread; its lease will expire", self.name, named(held.job))
             held.lost = True
             held.job.lost.set(LostReason.STOPPED)
@@ -758,6 +759,6 @@ def _checked_count(name: str, count: object, least: int, most: int) -> int:
 
 
 def _calls_of(client: Client, lease: bytes, reporter: Reporter, of: WorkflowNode) -> tuple[Client, Job]:
-    """Serves WorkflowNode.caller. Takes the lease and not the job: a job that referred to itself would keep its payload
-    until the garbage collector runs."""
+    """Serves WorkflowNode.caller. Takes the lease and not the job, because a job that referred to itself would keep its
+    payload until the garbage collector runs."""
     return client, Job(lease=lease, workflow=of, reporter=reporter)

@@ -58,8 +58,7 @@ class WorkflowCalls:
         """Adds nodes to the workflow of a leased job: the workflow's callbacks then wait for these nodes too. Stores
         all of them, or none. If this job has added a node of the same name before, also in an earlier attempt, that
         node stays as it is. So a handler should choose names that are the same in each attempt, or add nodes in the
-        same order. One call takes at most 1,000 nodes, with at most 10,000 edges; a handler may call it again and
-        again.
+        same order. One call takes at most 1,000 nodes, with at most 10,000 edges; a handler may make several calls.
 
         Raises InvalidJob, InvalidRequest; FailedPrecondition if the lease or the workflow has ended; AlreadyExists if
         another node has one of the names; NotFound if a node is to wait for a node that does not exist;
@@ -86,7 +85,7 @@ class WorkflowCalls:
         request.on_failed = policy_number(on_failed)
         if not request.nodes:
             return []
-        # Wait for the job's reports first: this call may end the lease, and the router takes no report about an ended
+        # Wait for the job's reports first: this call may end the lease, and the router refuses a report about an ended
         # lease.
         await job.reporter.stored(job.lease)
         response = await self._ask_workflows(lambda stub: stub.AddNodes, request)
@@ -124,8 +123,8 @@ class WorkflowCalls:
         return read_workflow(response.workflow), counts
 
     async def list_nodes(self, workflow_id: str) -> list[NodeRecord]:
-        """Returns all nodes of a workflow. Each comes after the nodes that it waits for, but before nodes that its own
-        job has added. Raises NotFound."""
+        """Returns all nodes of a workflow. Each node comes after the nodes that it waits for, but before nodes that its
+        own job has added. Raises NotFound."""
         nodes: list[NodeRecord] = []
         token = ""
         while True:
@@ -183,12 +182,12 @@ class WorkflowCalls:
         return read_workflow((await self._ask_workflows(lambda stub: stub.SkipNode, request)).workflow)
 
     async def signal(self, workflow_id: str, node: str, payload: Payload = b"") -> bool:
-        """Gives a signal to a node that waits for one (Nodes.signal). The payload, at most 64 KiB, becomes the
-        node's result. The node ends when the nodes that it waits for have ended, too. The first signal counts: returns
-        False if there was one before, perhaps by an earlier try of this call whose answer was lost.
+        """Gives a signal to a node that waits for one (Nodes.signal). The payload, at most 64 KiB, becomes the node's
+        result. The node ends when the nodes that it waits for have ended, too. Only the first signal counts. Returns
+        False if there was one before, perhaps from an earlier try of this call whose answer was lost.
 
-        Raises NotFound. Raises FailedPrecondition if the node waits for no signal, or has ended without one, because
-        none came in time, or because the node was cancelled or skipped."""
+        Raises NotFound. Raises FailedPrecondition if the node waits for no signal, or has ended without one: no signal
+        came in time, or the node was cancelled or skipped."""
         try:
             content = encode(payload)
         except (TypeError, ValueError) as error:

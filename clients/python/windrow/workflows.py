@@ -56,14 +56,14 @@ class WorkflowState(enum.Enum):
 
 
 class NodeState(enum.Enum):
-    """How far a node is."""
+    """The state of a node."""
 
-    # It waits for other nodes. A callback waits for the end of the workflow.
+    # The node waits for other nodes. A callback waits for the end of the workflow.
     BLOCKED = "blocked"
-    # Its job is scheduled, ready or leased.
+    # The node's job is scheduled, ready or leased.
     RELEASED = "released"
     SUCCEEDED = "succeeded"
-    # Its job became dead.
+    # The node's job became dead.
     FAILED = "failed"
     CANCELLED = "cancelled"
     SKIPPED = "skipped"
@@ -72,7 +72,7 @@ class NodeState(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """A node of a Workflow that is being written."""
+    """A node of a Workflow that a program is building."""
 
     name: str
     job: NewJob = field(repr=False)
@@ -80,16 +80,16 @@ class Node:
     # would be a cycle.
     mark: object = field(repr=False)
     callback: Callback | None = None
-    # Whether nobody has given it a name.
+    # Whether nobody has given the node a name.
     is_unnamed: bool = field(default=False, repr=False)
-    # Whether it waits for Client.signal.
+    # Whether the node waits for Client.signal.
     is_signal: bool = False
     # The nodes that it waits for, by name.
     waits_for: dict[str, FailurePolicy] = field(default_factory=dict[str, FailurePolicy], repr=False)
 
     def after(self, *nodes: Node | str, on_failed: FailurePolicy = FailurePolicy.CANCEL) -> Node:
-        """Lets this node wait for these nodes of its workflow too, given as nodes or by name. Returns this node. Raises
-        InvalidRequest for a node of another Workflow or Nodes."""
+        """Lets this node also wait for the given nodes of its workflow. Each is given as a node, or by its name.
+        Returns this node. Raises InvalidRequest for a node of another Workflow or Nodes."""
         for node in nodes:
             # Refuse a node of another object, because this node would wait for it by name. The name may belong to a
             # different node here, and a default name gets a prefix when the other object is sent.
@@ -127,12 +127,12 @@ class Nodes:
         on_failed: FailurePolicy = FailurePolicy.CANCEL,
         **options: Unpack[JobOptions],
     ) -> Node:
-        """Adds a job that runs after other nodes. `on_failed` says what becomes of it if one of them fails. `options`:
-        the other fields of NewJob, except `id` and the dedup key. A `delay` counts from the end of the last node that
-        the job waits for.
+        """Adds a job that runs after other nodes. `on_failed` says what becomes of the job if one of these nodes fails.
+        `options`: the other fields of NewJob, except `id` and the dedup key. A `delay` counts from the end of the last
+        node that the job waits for.
 
         `name` names the node in answers, and must be unique in the workflow. The default is the job's kind; from the
-        second node of that kind on, a number follows. If a job adds the node (Client.add_nodes), the default begins
+        second node of that kind on, a number follows it. If a job adds the node (Client.add_nodes), the default begins
         with the numbers of that job's node and of the call."""
         node = self._add(NewJob(queue, kind, payload, **options), name, None)
         return node.after(*([after] if isinstance(after, Node | str) else after), on_failed=on_failed)
@@ -151,10 +151,10 @@ class Nodes:
         """Adds a node that waits for Client.signal, after other nodes. Nodes that wait for it find the payload of the
         signal with Client.parents.
 
-        `timeout`: for how long it waits, counted from the end of the last node that it waits for. If no signal has come
-        by then, the node fails. `queue`: the queue of the node's job. The job never runs, but a worker of this queue
-        finds that the time is over. `payload` and `attributes` are those of this job, for people. Raises
-        InvalidRequest."""
+        `timeout`: for how long the node waits for the signal, counted from the end of the last node that it waits for.
+        If no signal has come by then, the node fails. `queue`: the queue of the node's job. The job never runs, but a
+        worker of this queue finds that the time is over. `payload` and `attributes` are those of this job, for people.
+        Raises InvalidRequest."""
         named_seconds("timeout", timeout)
         job = NewJob(queue, SIGNAL_KIND, payload, delay=timeout, attributes=attributes)
         node = self._add(job, name, None, is_signal=True)
@@ -196,7 +196,7 @@ class Workflow(Nodes):
 
     - `name`: for people; need not be unique.
     - `org`: if given, must be the client's org.
-    - `id`: a UUIDv7; default: a new one. A workflow is stored once, however often and by whomever it is started.
+    - `id`: a UUIDv7; default: a new one. A workflow is stored once, no matter how often and by whom it is started.
     """
 
     def __init__(self, name: str = "", *, org: str = "", id: str = "") -> None:  # noqa: A002 - as in NewJob
@@ -236,7 +236,7 @@ class Started:
     """A workflow that is stored."""
 
     id: str
-    # True: it was stored before.
+    # True: the workflow was stored before.
     duplicate: bool
     # The id of each node's job, by the node's name.
     job_ids: Mapping[str, str]
@@ -254,7 +254,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowRecord:
-    """A workflow as a shard has it."""
+    """A workflow as a shard stores it."""
 
     id: str
     name: str
@@ -262,16 +262,16 @@ class WorkflowRecord:
     paused: bool
     created_at: datetime
     ended_at: datetime | None
-    # How many nodes it has, without callbacks.
+    # How many nodes the workflow has, without callbacks.
     nodes: int
     shard: str
-    # The workflow that it retries; empty: it retries none.
+    # The workflow that this one retries; empty: this one is no retry.
     retry_of: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
-    """A node as a shard has it."""
+    """A node as a shard stores it."""
 
     number: int
     name: str
@@ -281,7 +281,7 @@ class NodeRecord:
     after: Mapping[str, FailurePolicy]
     callback: Callback | None
     ended_at: datetime | None
-    # Whether it waits, or waited, for a signal.
+    # Whether the node waits, or waited, for a signal.
     is_signal: bool = False
 
 
@@ -292,9 +292,9 @@ class Parent:
     name: str
     job_id: str
     state: NodeState
-    # What its handler returned, or the payload of its signal, as bytes.
+    # What the node's handler returned, or the payload of its signal, as bytes.
     result: bytes
-    # Why it failed or was cancelled.
+    # Why the node failed or was cancelled.
     reason: str
 
 
