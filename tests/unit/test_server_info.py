@@ -28,18 +28,12 @@ LIMITS = server_info().limits
 PROTO = Path(__file__).resolve().parents[2] / "proto/windrow/v1"
 LEASES = [getattr(queue_pb2, f"{verb.method}Request") for verb in VERBS]
 FEATURES = {server_pb2.ServerFeature.Name(one).removeprefix("SERVER_FEATURE_") for one in server_info().features}
-# Routers of every release take these verbs in a ConsumeRequest.
-FIRST_VERBS = {"ACK", "NACK", "EXTEND", "RELEASE"}
 
 
 def test_every_limit_is_told() -> None:
     assert {field.name for field, _ in LIMITS.ListFields()} == set(LIMITS.DESCRIPTOR.fields_by_name)
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", server_info().version)
     assert set(server_info().features) == set(server_pb2.ServerFeature.values()) - {0}
-
-
-def test_a_feature_tells_that_a_router_takes_a_later_verb_in_a_stream() -> None:
-    assert {verb.method.upper() for verb in VERBS} - FIRST_VERBS <= FEATURES
 
 
 def test_limits_are_those_that_the_comments_of_the_contract_tell() -> None:
