@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -18,7 +19,7 @@ import pytest
 from tests.unit import isolated_handlers, plain_handlers
 from tests.unit.client_fake import WAIT_S, FakeRouter
 from tests.unit.test_client_worker import CHECKOUT, running
-from windrow import Client, InvalidRequest, Job, Worker
+from windrow import Client, InvalidRequest, Job, Worker, fork_server
 from windrow.processes import HandlerProcess
 from windrow.v1 import queue_pb2
 
@@ -182,6 +183,30 @@ async def test_the_end_of_a_process_is_seen_even_if_a_process_that_its_handler_f
         "windrow.Crashed",
         "the handler's process was ended by SIGKILL",
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has pidfd_open")
+async def test_no_handler_goes_on_when_the_server_that_has_forked_its_process_is_killed(
+    router: FakeRouter, client: Client
+) -> None:
+    """The worker does not know then whether the process still runs, and must not kill another one that has its id."""
+    worker = isolating(client, "hang", "add")
+    hanging = router.give("hang")
+
+    def notes() -> list[str]:
+        return [told.progress.note for sent in router.of("Consume") for told in sent.extends if told.progress.note]
+
+    async with running(worker, within_s=PATIENCE_S):
+        await router.until(notes, within_s=PATIENCE_S)
+        process = os.pidfd_open(int(notes()[0]))
+        os.kill(vars(fork_server)["_server"]._forkserver_pid, signal.SIGKILL)
+        failed = (await until(router, 1))[hanging.lease]
+        ended, _, _ = await asyncio.to_thread(select.select, [process], [], [], WAIT_S)
+        os.close(process)
+        router.give("add", b"[1]")
+        await until(router, 2)
+    assert ended == [process]
+    assert failed.failure.message.endswith("or the server that started it was killed")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no server that forks processes")

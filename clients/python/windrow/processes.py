@@ -36,6 +36,8 @@ _JOBS_MAX = 1000
 # How long a process that has closed its pipe may take to end.
 _END_S = 5.0
 _NAME = "windrow-handler"
+# What multiprocessing reports as the exit code of a process if its fork server has ended.
+_UNKNOWN_CODE = 255
 # How many processes may start at the same time, and how long other processes wait at most for a slow start. If hundreds
 # started together, the worker itself would have no CPU time to extend its leases.
 _STARTS = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
@@ -215,6 +217,8 @@ class HandlerProcess:
         code = self._process.exitcode
         if code is None:
             return "the handler's process does not end"
+        if code == _UNKNOWN_CODE:
+            return f"the handler's process ended with exit code {code}, or the server that started it was killed"
         if code >= 0:
             return f"the handler's process ended with exit code {code}"
         with suppress(ValueError):
@@ -248,7 +252,9 @@ def _serve(connection: Connection) -> None:
     threading.Thread(target=worker.read, daemon=True).start()
     with suppress(OSError):
         while (call := worker.calls.get()) is not None:
-            worker.tell(_run(call, worker))
+            ended = _run(call, worker)
+            worker.busy = False
+            worker.tell(ended)
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
@@ -265,6 +271,8 @@ class _WorkersEnd:
         self._numbers = itertools.count()
         # The questions that the worker has not answered yet, by their numbers.
         self._asked: dict[int, Future[None]] = {}
+        # A handler runs, or is about to.
+        self.busy = False
         # The calls of handlers, and None when the worker has closed the pipe.
         self.calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
@@ -274,9 +282,13 @@ class _WorkersEnd:
             while True:
                 received: bytes | int = self._connection.recv()
                 if isinstance(received, bytes):
+                    self.busy = True
                     self.calls.put(received)
                 else:
                     self._asked.pop(received).set_result(None)
+        if self.busy:
+            # The worker has given this process up, and could not kill it: the server that forked it was killed.
+            os._exit(1)
         self.calls.put(None)
 
     def tell(self, told: tuple[bytes, _Said] | _Ended | None) -> None:
