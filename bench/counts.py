@@ -29,7 +29,8 @@ class Counts:
     """The counts of one figure of one run."""
 
     seconds: float
-    # Acts by the name of their statement. Empty for a peer, or if the server does not count statements.
+    # How many acts there were of each statement, by its name. Empty for a peer, or if the server does not count
+    # statements.
     acts: Mapping[str, Runs] = field(default_factory=dict[str, Runs])
     # The messages of the streams of all workers.
     messages: Messages = field(default_factory=Messages)

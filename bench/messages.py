@@ -1,6 +1,6 @@
 """Counts the messages of this process's Consume streams, where gRPC encodes and decodes them.
 
-This works for the stubs and for windrow.Worker, without changes to either."""
+This works for the stubs and for windrow.Worker, without changes to them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ Finished = Callable[[int], None]
 
 
 class Wrong(Exception):
-    """The system did not do what it was asked, so its figures are worthless."""
+    """The system did not do what it was told to do, so its figures are worthless."""
 
 
 # The connections of a client process that uses the stubs. The kernel distributes them over the server's processes; a
@@ -69,8 +69,8 @@ class System(Protocol):
         """Runs the system's own consumer, in its documented fast configuration, until it is cancelled.
 
         `batch`: how many jobs the consumer may fetch at once, if it has this option. `concurrency`: how many jobs, or
-        batches of jobs, it has under way. It calls `taken` for each job when the job's handler gets it, and `finished`
-        when it knows that jobs have finished."""
+        batches of jobs, the consumer has under way. The consumer calls `taken` for each job when the job's handler gets
+        it, and `finished` when it knows that jobs have finished."""
         ...
 
     async def left(self) -> int:

@@ -125,7 +125,7 @@ def _judge(order: Order, told: Told, say: Callable[[str], None]) -> int:
 
 @contextlib.contextmanager
 def _screen() -> Generator[IO[str], None, None]:
-    """Yields standard error as it is now, for use after it is redirected."""
+    """Yields a copy of standard error, which still leads to the same place when standard error is redirected."""
     with os.fdopen(os.dup(2), "w") as screen:
         yield screen
 

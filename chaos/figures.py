@@ -241,8 +241,8 @@ def _acknowledged(evidence: Evidence) -> Iterator[tuple[float, str, bool]]:
         if call.verb is Verb.ENQUEUE and call.outcome is Outcome.OK and call.ended_s is not None:
             by_hash = slot_of(OrgId(call.org))
             for slot in (evidence.pins.get(call.org, by_hash), by_hash):
-                # The org may have been pinned, and so have got a slot of its own, after this call: then its hash slot
-                # counts.
+                # If the org was pinned after this call, it got a slot of its own only then. For this call, its hash
+                # slot counts.
                 at = bisect_right(by_slot[slot], call.ended_s, key=lambda now: now.at_s)
                 if at:
                     yield call.ended_s, by_slot[slot][at - 1].writes[0], True

@@ -1,8 +1,8 @@
 """The schedules of a run, and the operators who pause, resume, trigger, alter and backfill them while they fire.
 
-Schedules are created with an end, at which the faults end too. No call ends them, because it could drop instants that
-are due but not decided yet. Each call of an operator is repeated until it is answered, and each try is recorded: the
-checker must know which tries were not answered, because routers may execute them later.
+Schedules are created with an end, at which the faults end too. No call ends them, because such a call could drop
+instants that are due but not decided yet. Each call of an operator is repeated until it is answered, and each try is
+recorded: the checker must know which tries were not answered, because routers may execute them later.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ async def open_schedules(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Drawn:
-    """The terms of a schedule, as the checker has them and as the fields of a request."""
+    """The settings of a schedule, in two forms: as the checker has them, and as the fields of a request."""
 
     terms: Terms
     spec: schedules_pb2.ScheduleSpec

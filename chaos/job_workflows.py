@@ -2,7 +2,7 @@
 run.
 
 Each call is repeated until it is answered, and each try is recorded: the checker must know which tries were not
-answered, because routers may execute them later. Operators leave the producers' workflows alone.
+answered, because routers may execute them later. Operators do not change the producers' workflows.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Order:
     cast: Cast = field(default_factory=Cast)
     # How much memory a router process may have resident; None: no bound is checked.
     router_bytes_max: int | None = None
-    # How many schedules there are in addition that nobody changes.
+    # How many further schedules there are, which nobody changes.
     steady_schedules: int = 0
 
 
@@ -98,7 +98,7 @@ class Told:
 
     evidence: Evidence
     strikes: Sequence[Strike]
-    # Counts of the faults that were drawn but not run, by fault and reason.
+    # Counts of the faults that were planned but not run, by fault and reason.
     skipped: Counter[tuple[str, str]]
     # Targets and slots that did not recover.
     unhealed: Sequence[Violation]
@@ -249,8 +249,8 @@ def _by_org(rows: Iterable[Row], seen: History) -> dict[str, list[str]]:
 
 
 def planned(order: Order) -> list[Planned]:
-    """Draws the schedule. Changes are drawn independently of the faults: they harm nothing, so any number of them may
-    be under way."""
+    """Returns a random schedule. It has changes at any time, independently of the faults: changes harm nothing, so any
+    number of them may be under way."""
     faults = [kind for kind in kinds(order) if kind.name not in CHANGES]
     changes = [kind for kind in kinds(order) if kind.name in CHANGES]
     return [
@@ -260,7 +260,7 @@ def planned(order: Order) -> list[Planned]:
 
 
 def kinds(order: Order) -> list[Kind]:
-    """Returns the kinds that may be drawn. They are the same on every machine, so that a seed always gives the same
+    """Returns the kinds that may be chosen. They are the same on every machine, so that a seed always gives the same
     schedule."""
     chosen = [FAULTS[name] for name in order.faults if FAULTS[name].drawn]
     return [

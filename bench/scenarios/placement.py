@@ -40,7 +40,7 @@ Weights = Mapping[ShardName, float]
 class Plan:
     shards: tuple[int, ...] = (10, 30, 100, 300, 1000)
     orgs: int = 10_000_000
-    # The live jobs of the whole cluster, and how many jobs a second one shard can give away or take in.
+    # The live jobs of the whole cluster, and how many jobs a second one shard can give away or receive.
     jobs: int = 100_000_000
     rate: float = 10_000.0
 

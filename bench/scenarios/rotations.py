@@ -51,7 +51,8 @@ _PUBLISHED_S, _KEPT_S = 3.0, 2.0
 _FILE_PAUSE_S = 1.3
 _LANES = 25
 _WARM_S = 3.0
-# The run fails if a replaced proof is still good after this time, or if the last jobs take longer.
+# The run fails if a router still accepts a replaced key or shows a replaced certificate after the first time, or if the
+# last jobs take longer than the second time.
 _EFFECT_S_MAX, _DRAIN_S_MAX = 15.0, 60.0
 _LOOK_S = 0.05
 _CALL_S_MAX = 10.0
@@ -59,7 +60,7 @@ _CALL_S_MAX = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    # One third each: API keys, the issuer's keys, certificates.
+    # How many rotations there are: one third each of API keys, of the issuer's keys, and of certificates.
     rotations: int = 1000
     jobs_per_s: int = 1000
     # The pause between two rotations of one sort. For JWKS it is at least _FILE_PAUSE_S.

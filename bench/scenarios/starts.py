@@ -203,7 +203,7 @@ async def _running(plan: Plan, bench: Bench, stage: Stage, both: Sequence[Server
     org = "in-flight"
     async with windrow.Client(both[0].address, org=org) as client:
         await client.set_limit(LimitMeasure.IN_FLIGHT, _IN_FLIGHT)
-        # More jobs than can run in the time.
+        # Store more jobs than can run in the measured time.
         await _store(client, int(1.2 * plan.seconds * _IN_FLIGHT / _RUN_S))
     bench.say(f"running {_IN_FLIGHT} handlers of {_RUN_S * 1000:g} ms at a time for {plan.seconds:g} s")
     async with _at_work(both, org, run_s=_RUN_S) as seen:

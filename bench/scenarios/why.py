@@ -23,7 +23,7 @@ from proof.arguments import number
 from proof.table import Table
 from windrow.v1 import admin_pb2, admin_pb2_grpc, cause_pb2, queue_pb2, queue_pb2_grpc, server_pb2
 
-# The bar for each call's p99.
+# The upper bound for each call's p99.
 _BAR_MS = 10.0
 _WARM = 50
 _LEASED = 200

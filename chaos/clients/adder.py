@@ -29,8 +29,8 @@ class Adder:
         self._group = group
 
     async def add(self, org: str, job: job_pb2.LeasedJob, luck: random.Random) -> bool:
-        """Adds nodes if the job is in a workflow and nodes are drawn for it. Returns whether the caller must not use
-        the lease any more."""
+        """If the job is in a workflow, may add nodes; chance decides whether and which. Returns whether the caller must
+        not use the lease any more."""
         if self._orders.calm.is_set() or not job.HasField("workflow"):
             return False
         node = str(leased(lease=job.lease, attempt=job.attempt, payload=job.payload)["job"])

@@ -75,8 +75,8 @@ def _worker(
 async def _add(
     job: windrow.Job, workflow: windrow.WorkflowNode, org: str, recorder: Recorder, luck: random.Random
 ) -> None:
-    """Adds nodes to the job's workflow, if any are drawn for this job. Raises Waiting if the job then waits for them,
-    and WindrowError if that is unknown."""
+    """May add nodes to the job's workflow; chance decides whether. Raises Waiting if the job then waits for these
+    nodes, and WindrowError if that is unknown."""
     node = str(leased(lease=job.lease, attempt=job.attempt, payload=job.payload)["job"])
     added = draw_added(node, luck)
     if not added:
@@ -98,7 +98,7 @@ async def _add(
         recorder.end(number, Outcome.OK, answered={"waits": True})
         raise
     except windrow.WindrowError as error:
-        # Tries before the last one may have been executed.
+        # The call may have been tried several times, and a try before the last one may have been executed.
         recorder.end(number, Outcome.UNKNOWN, code=calls.error_code(error))
         if wait:
             raise

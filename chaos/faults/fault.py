@@ -12,16 +12,17 @@ from proof.checker.evidence import Restored
 
 
 class Fault(abc.ABC):
-    """One occurrence of a fault, or of a change that operators make. A change harms nothing, and is drawn in addition
+    """One occurrence of a fault, or of a change that operators make. A change harms nothing, and is chosen in addition
     to the faults. Each kind is a subclass, listed in chaos/faults/__init__.py.
 
-    Each occurrence has a random generator of its own, `luck`, so that its draws do not change the draws of others.
+    Each occurrence has a random generator of its own, `luck`, so that its random choices do not change those of other
+    occurrences.
     """
 
     name: ClassVar[str]
-    # Whether the fault is drawn at random. If not, it is run once, alone, at the end.
+    # Whether the fault is chosen at random. If not, it is run once, alone, at the end.
     drawn: ClassVar[bool] = True
-    # How often the fault is drawn, relative to the others.
+    # How often the fault is chosen, relative to the others.
     weight: ClassVar[float] = 1.0
     # The shortest and the longest time for which the fault lasts.
     seconds: ClassVar[tuple[float, float]] = (1.0, 6.0)

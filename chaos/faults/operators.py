@@ -139,7 +139,7 @@ class FreezeRouterInMove(FreezeServer):
 
 class BreakClusterFile(Fault):
     """Replaces the cluster file by a wrong one, which every process must refuse, and later restores it. All processes
-    must go on as before."""
+    must continue to work as before."""
 
     name = "break-cluster-file"
 

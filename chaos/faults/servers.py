@@ -104,7 +104,7 @@ class _AgainAndAgain(_ShardFault):
     async def heal(self) -> None:
         self.over = True
         if self._doing is not None:
-            # Wait, because a thread cannot be cancelled: it would go on while the fault is healed.
+            # Wait, because a thread cannot be cancelled: it would continue while the fault is healed.
             await self._doing
 
     async def _go_on(self) -> None:

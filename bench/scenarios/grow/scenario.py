@@ -1,5 +1,6 @@
-"""A cluster grows by a third shard, and gives it up again, while it serves. The scenario edits the cluster file, as an
-operator would, and the balancer moves slots, while producers and workers of the Python client go on.
+"""A cluster gets a third shard, and loses this shard again, while it serves clients. The scenario edits the cluster
+file, as an operator would, and the balancer moves slots. Meanwhile producers and workers of the Python client continue
+to work.
 
 Producers record every job, and workers record every run of a job. At the end the scenario compares these records with
 the tables of all shards.
@@ -166,7 +167,7 @@ async def _run(stage: Stage, plan: Plan, bench: Bench, course: Course, meter: _M
         bench.say(f"drained in {course.phase('draining').seconds:.1f} s; in the end, for {plan.seconds / 4:g} s")
         async with _phase(course, "in the end", meter):
             await asyncio.sleep(plan.seconds / 4)
-        # Go on until each watched org has been called again.
+        # Continue until each watched org has been called again.
         await asyncio.sleep(_WARM_S)
 
 
@@ -195,7 +196,7 @@ class _Meter:
         }
 
 
-# ── What goes on ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── What happens ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def _fill(stage: Stage, plan: Plan, orgs: Sequence[str]) -> float:
@@ -361,7 +362,7 @@ def moved(course: Course, name: str, before: Sequence[str], after: Sequence[str]
 
 
 def demands(found: Sequence[PhaseFigures], moves: Sequence[Moved], verdict: Verdict) -> list[Demand]:
-    """Returns what must hold, and whether it does."""
+    """Returns the conditions that must hold, each with whether it holds."""
     by_name = {one.phase.name: one for one in found}
     before = by_name["before"]
     grown = moves[0]

@@ -1,5 +1,5 @@
-"""`python -m bench.scenarios.grow.worker`: runs a `windrow.Worker` for each of its orgs. The handler only records which
-job it got. Ends when all jobs that it has are acked."""
+"""`python -m bench.scenarios.grow.worker`: runs a `windrow.Worker` for each of its orgs. The handlers only record which
+jobs they got. The process ends when all jobs that its workers have are acked."""
 
 from __future__ import annotations
 

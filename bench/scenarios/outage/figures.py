@@ -28,11 +28,11 @@ class Strike:
 
     sort: Sort
     shard: str
-    # The time from which calls count as calls before the kill.
+    # Calls from this time until the kill are the calls before the kill.
     began_s: float
     killed_s: float
-    # The time at which its restart, or its standby's promotion, was ordered, and the time at which Postgres was up
-    # again.
+    # The time at which the restart of Postgres, or the promotion of its standby, was ordered; and the time at which
+    # Postgres was up again.
     back_s: float
     up_s: float
     ended_s: float
@@ -50,7 +50,7 @@ class Outcome:
     # How many calls of the other orgs failed after the kill.
     others_failed: int
     # For calls of the shard's own orgs: the time from the kill to the first UNAVAILABLE. Then the time from the kill to
-    # the last answer, of the calls that were to be sent before the restart.
+    # the last answer to calls that were due before the restart.
     first_refused_s: float
     silent_s: float
     # The answers after the kill that are neither OK nor UNAVAILABLE, by code.

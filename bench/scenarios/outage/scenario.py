@@ -79,7 +79,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
             strikes += [await _fail_over(stage, plan, bench, replicated, turn) for turn in range(plan.kills)]
             await finish(process)
             bench.say("reading tables and what clients saw")
-            # A rebuilt node has another server than the stage started.
+            # A node that was rebuilt has another server than the one that the stage started.
             dsns = {node.name: node.cluster.dsn for node in nodes} | {replicated.name: replicated.direct_dsn}
             seen, verdict = await asyncio.to_thread(judge, stage.histories, dsns, address=stage.routers.address)
     outcomes = [outcome(strike, seen.calls, homes) for strike in strikes]
@@ -107,7 +107,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
 
 
 def demands(outcomes: Sequence[Outcome], verdict: Verdict) -> list[Demand]:
-    """What must hold, and whether it does."""
+    """Returns the conditions that must hold, each with whether it holds."""
     restarts = [one for one in outcomes if one.strike.sort is Sort.RESTART]
     fail_overs = [one for one in outcomes if one.strike.sort is Sort.FAIL_OVER]
     return [

@@ -54,7 +54,7 @@ class Parts(Protocol):
         ...
 
     async def told(self) -> object:
-        """Returns what the parts have seen since the last time."""
+        """Returns what the parts have seen since the last call of `told`."""
         ...
 
 
@@ -131,7 +131,7 @@ class Bells:
         self._late_us += [now_us - asked_us for asked_us in queues or ()]
 
     async def ring(self, *, per_s: float, seconds: float) -> None:
-        """Rings one doorbell, the first of all, `per_s` times a second."""
+        """Rings the first of the doorbells `per_s` times a second."""
         async for _ in _paced(per_s, seconds):
             self._bells[0].ring([QueueId(_now_us())])
 
