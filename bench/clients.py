@@ -17,7 +17,7 @@ from proof.processes import end, start
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """Times by the machine's monotonic clock, and the result of the order."""
+    """The result of an order, and when the order began and ended, by the machine's monotonic clock."""
 
     began_s: float
     ended_s: float

@@ -70,7 +70,7 @@ class Look:
     at_s: float
     acts: Mapping[str, Runs]
     messages: Messages
-    # By kind of process, then by thread.
+    # How often each thread has waited, by kind of process and then by thread.
     waits: Mapping[str, Mapping[int, int]]
 
     def since(self, before: Look) -> Counts:

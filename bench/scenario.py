@@ -96,6 +96,6 @@ class Scenario:
     plan: Callable[[argparse.Namespace], Any]
     measure: Callable[[Any, Bench], Awaitable[Found]]
     # Makes the scenario's plan, or a tuple of several plans, for `./run bench` with these peers, and for `./run bench
-    # --quick`. None: the scenario is no part of that run.
+    # --quick`. None: that run does not have the scenario.
     full: Callable[[tuple[str, ...]], Any] | None
     quick: Callable[[], Any] | None

@@ -29,11 +29,11 @@ class Site:
     address: str
     # The DSN of each shard's database, for Windrow's own role.
     dsns: Mapping[str, str]
-    # The DSN of a database for this system alone, on the first shard's server. Its role owns it.
+    # The DSN of a database for this system alone, on the first shard's server. The DSN's role owns this database.
     dsn: str
     # The folder in which peers are installed.
     cache: str
-    # The most calls of each sort (enqueue, work) that this client process has under way at the same time.
+    # The most calls of each kind (enqueue, work) that this client process has under way at the same time.
     callers: int
     # The most connections of this client process, if it uses gRPC. None: the stubs use CONNECTIONS, and windrow.Client
     # uses its default.

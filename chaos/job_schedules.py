@@ -28,7 +28,7 @@ from proof.history import payload_of
 from windrow.v1 import job_pb2, schedules_pb2, schedules_pb2_grpc
 
 _SCHEDULES = 24
-# Schedules are created at random times in this first part of a run, so that some are created under faults.
+# Schedules are created at random times in this first share of a run, so that some are created under faults.
 _PART = 0.6
 _EVERY_S = (1, 2, 3, 5)
 _CHANNELS = 3

@@ -1,7 +1,7 @@
 """Chooses the faults with their targets and times at random, from a seed alone. Pure.
 
-A part of the cluster always works: if there are several targets of a sort, at least one of them has no fault. A target
-has one fault at a time, and a pause after each fault.
+Some of the cluster always works: if there are several targets of the same kind, at least one of them has no fault. A
+target has one fault at a time, and a pause after each fault.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def plan(kinds: Sequence[Kind], *, seed: str, seconds: float) -> list[Planned]:
     """Returns faults that are chosen at random, in the order of their starts. All faults end within `seconds`."""
     luck = random.Random(seed)
     usable = [kind for kind in kinds if kind.targets]
-    # How many targets of each sort there are, over all faults.
+    # How many targets of each kind of process there are, over all faults.
     sorts = Counter(_sort(target) for target in {target for kind in usable for target in kind.targets})
     planned: list[Planned] = []
     at_s = 0.0
@@ -78,5 +78,5 @@ def _bearable(one: Planned, planned: Sequence[Planned], sorts: Counter[str]) -> 
 
 
 def _sort(target: str) -> str:
-    """Returns the sort of a target: worker-3-poller → worker, s2 → s."""
+    """Returns the kind of process of a target: worker-3-poller → worker, s2 → s."""
     return target.partition("-")[0].rstrip("0123456789")

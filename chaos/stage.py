@@ -30,7 +30,7 @@ _CONNECTIONS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cast:
-    """How many processes of each sort a run has."""
+    """How many processes of each kind a run has."""
 
     shards: int = 3
     # Whether the first shard has a synchronous standby.

@@ -4,7 +4,7 @@ By default a test does only as many trials as were enough to find earlier mistak
 With WINDROW_THOROUGH=1 (`./run test --thorough`) a test does many more. WINDROW_SEED changes the random values; a
 failed test that runs again with the same seed gets the same values.
 
-Some tests take turns: a run of all tests has only a part of them, which WINDROW_TEST_TURN chooses. These are the tests
+Some tests take turns: a run of all tests has only some of these, which WINDROW_TEST_TURN chooses. These are the tests
 with the mark `turns`, and those of TURNS.
 """
 

@@ -16,9 +16,9 @@ from tests import changed
 from tests.checks import ROOT
 
 CORES = os.cpu_count() or 1
-# Half of a test's time is spent waiting: for processes that start, for leases that expire, for servers that are away.
-# Four workers left two cores idle for an eighth of the time. Six workers leave the two cores idle for a fiftieth of the
-# time.
+# Half of a test's time is spent waiting: for processes that start, for leases that expire, for servers that do not
+# answer. Four workers left two cores idle for an eighth of the time. Six workers leave the two cores idle for a
+# fiftieth of the time.
 WORKERS = 3 * CORES
 # The tests of a file stay on one worker and share its clusters and routers. tests/conftest.py sorts the files: the
 # slowest start first, so that no worker is left with a slow file when the others are done.

@@ -33,7 +33,7 @@ from shard.postgres.pool import Database
 from shard.vocabulary import ShardName
 
 _API_BATCH = 100
-# The age of the jobs, and a longer retention, so that no day is dropped too early.
+# The age of the jobs, and their retention. The retention is longer, so that no day is dropped too early.
 _DAYS_AGO, _RETENTION = 40, 90
 # The tables that claims and acks touch: live jobs, books, names, and the days that are not over.
 _HOT = """

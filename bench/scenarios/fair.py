@@ -1,5 +1,5 @@
 """Consumers of all orgs: measures how soon the jobs of small orgs are picked up while another org has a large backlog,
-and what a job costs when 100,000 orgs have jobs. Each part runs over one router process and one shard."""
+and what a job costs when 100,000 orgs have jobs. Both measurements use one router process and one shard."""
 
 from __future__ import annotations
 

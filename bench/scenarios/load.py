@@ -57,7 +57,7 @@ class Beside(StrEnum):
     RESTARTS = "rolling restarts"
 
 
-# Disturbances that only Windrow can have: peers have no such part.
+# Disturbances that only Windrow can have, because peers have neither archivers nor routers.
 _OF_WINDROW = frozenset({Beside.ARCHIVER, Beside.RESTARTS})
 
 
@@ -76,7 +76,7 @@ class Plan:
     during_s: float = 60.0
     after_s: float = 30.0
     routers: int = 2
-    # The archiver's work: how many days there are, half of which it drops, and how many jobs each day has.
+    # The archiver's work: how many days there are, and how many jobs each day has. The archiver drops half of the days.
     days: int = 60
     day_jobs: int = 200_000
 

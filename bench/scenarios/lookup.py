@@ -56,7 +56,7 @@ class Plan:
     jobs: int = 100_000
     # Retentions in days. Each retention has partitions of its own.
     retentions: tuple[int, ...] = (RETENTION_DEFAULT,)
-    # How many orgs share the other half of the jobs. The large org has one half.
+    # The large org has one half of the jobs. This many orgs share the other half.
     small_orgs: int = 1000
     calls: int = 2000
     routers: int = 1

@@ -63,14 +63,14 @@ class Plan:
     # How many rotations there are: one third each of API keys, of the issuer's keys, and of certificates.
     rotations: int = 1000
     jobs_per_s: int = 1000
-    # The pause between two rotations of one sort. For JWKS it is at least _FILE_PAUSE_S.
+    # The pause between two rotations of the same kind of proof. For JWKS the pause is at least _FILE_PAUSE_S.
     pause_s: float = 0.5
     routers: int = 2
 
 
 @dataclass(slots=True, kw_only=True)
 class Rotated:
-    """The rotations of one sort of proof. `effect_s`: how long after each rotation routers still accepted the old
+    """The rotations of one kind of proof. `effect_s`: how long after each rotation routers still accepted the old
     proof, or did not yet show the new certificate."""
 
     sort: str

@@ -50,7 +50,7 @@ async def test_every_verb_answers_as_the_asyncio_client_does(router: FakeRouter)
 def test_every_call_of_the_asyncio_client_is_there() -> None:
     calls = [name for name, _ in inspect.getmembers(Client, inspect.iscoroutinefunction) if name[0] != "_"]
     iterators = [name for name, _ in inspect.getmembers(Client, inspect.isasyncgenfunction) if name[0] != "_"]
-    # These take prepared requests, which only asyncio programs have.
+    # These methods take prepared requests, which only asyncio programs have.
     missing = [name for name in (*calls, *iterators) if not hasattr(SyncClient, name)]
     assert missing == ["send", "send_together"]
 
@@ -266,7 +266,7 @@ def test_it_works_where_a_loop_is_running_in_the_calling_thread() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 async def test_a_forked_process_is_asked_to_make_its_own_client(router: FakeRouter) -> None:
     client = SyncClient(router.address, org="acme")
-    # The parent has used it.
+    # This looks as if the parent process had used the client.
     client._pid = os.getpid() - 1
     with pytest.raises(ClientClosed, match="before a fork"):
         client.enqueue("q", "k")
@@ -303,7 +303,7 @@ with windrow.SyncClient(sys.argv[1], org="acme") as client:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 async def test_a_process_that_was_forked_while_a_client_was_open_is_told_so(router: FakeRouter) -> None:
-    """gRPC would crash there, or never answer."""
+    """In the forked process, gRPC would crash or never answer."""
     child, parent = await lines_of(FORKS, router, within_s=2 * WAIT_S)
     assert "close every client before the fork" in child
     assert parent == "False"
@@ -358,5 +358,5 @@ os.waitpid(child, 0)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells which threads there are")
 async def test_a_fork_after_a_close_waits_for_grpcs_last_threads(router: FakeRouter) -> None:
-    """In a process that is forked while they end, calls may never end."""
+    """If a process is forked while these threads end, its calls may never end."""
     assert await lines_of(FORKS_AT_ONCE, router, within_s=2 * WAIT_S) == ["True"]

@@ -269,7 +269,7 @@ async def test_handlers_that_suspend_run_at_the_same_time_up_to_the_concurrency(
         nonlocal inside, most
         inside += 1
         most = max(most, inside)
-        # This line waits until three handlers are here.
+        # This line waits until three handlers have come to it.
         await together.wait()
         inside -= 1
 
@@ -584,7 +584,7 @@ class Panic(BaseException):
 
 
 class RateLimited(Retry):
-    """An exception whose __init__ does not call its base's."""
+    """An exception whose `__init__` does not call the `__init__` of its base class."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -710,7 +710,8 @@ async def test_threads_and_the_worker_see_the_same_sign_that_a_job_is_lost() -> 
 
 
 async def test_an_error_with_half_a_character_is_told_without_it(router: FakeRouter, client: Client) -> None:
-    """The error has half a character, like the name of a file that is not UTF-8. No protobuf message can carry it."""
+    """The text of the error has half of a surrogate pair, as the name of a file has that is not UTF-8. No protobuf
+    message can have such a text."""
     worker = Worker(client, "q")
 
     @worker.handler("broken")

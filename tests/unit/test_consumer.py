@@ -47,7 +47,7 @@ class Shard:
 
 
 class Stream:
-    """A receiver that has read whatever it gets."""
+    """A receiver that reads everything at once."""
 
     takes_once = False
 

@@ -64,7 +64,8 @@ def messages_in(message: Message) -> Iterator[Message]:
 
 
 def without_options(file: FileDescriptorProto) -> FileDescriptorProto:
-    """Returns a file as generators see it that ignore rules. Rules are options that this process does not know."""
+    """Returns a file in the form in which generators that ignore rules see it. Rules are options that this process does
+    not know."""
     stripped = FileDescriptorProto()
     stripped.CopyFrom(file)
     stripped.ClearField("source_code_info")

@@ -391,7 +391,7 @@ def test_two_acks_of_one_job_are_found() -> None:
         settles=[settle(Verb.ACK, "j1", 12.0, lease=1), settle(Verb.ACK, "j1", 16.0, lease=2)],
         rows=[succeeded("j1", lease=2, history=[past(1, "expired", 10_000, 900_000)])],
     )
-    # The other two: the job was delivered after its ack, and the books lack the ack of the first lease.
+    # The other two violations: the job was delivered after its ack, and the books lack the ack of the first lease.
     assert found(given) == ["I2"] * 3
 
 
@@ -1747,7 +1747,7 @@ def test_a_job_that_waits_while_its_org_moves_may_come_again_and_wait_on_the_oth
     other = moving(given, began_s=10.0, ended_s=14.0, slot=SLOTS)
     assert about_waits(other) == ["I11"]
     assert about_waits(replace(other, pins={ORG: SLOTS})) == []
-    # The lease may have ended by itself before the router ended it there.
+    # The lease may have ended by itself before the router ended it.
     expired = job_that_waits(ended_as="expired")
     assert found(expired) == ["I2"]
     assert about_waits(moving(expired, began_s=11.0, ended_s=14.0)) == []
@@ -2019,7 +2019,7 @@ def test_a_job_of_a_run_that_is_nowhere_is_found() -> None:
 
 @pytest.mark.parametrize("was_lost", [True, False])
 def test_only_a_job_of_a_run_that_arrived_after_the_backup_may_be_nowhere(was_lost: bool) -> None:
-    """The job is dead, and so moves with its org."""
+    """The job is dead, so it moves with its org."""
     given = a_schedule()
     nacked = [*given.history.settles[:1], settle(Verb.KILL, "j2", 2.2, lease=1, answer=None)]
     dead = of_run("j2", 1004, state=State.DEAD)

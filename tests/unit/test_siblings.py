@@ -519,7 +519,7 @@ async def test_jobs_for_a_sibling_that_is_stopped_are_released_and_its_consumers
     assert shard.released == leases
     # The memory of the jobs is held until the sibling has read them.
     assert here.buffer.held > 0
-    # The sibling goes on, and reads the outcome before its timers fire.
+    # The sibling continues, and reads the outcome before its timers fire.
     for kept in promised._kept.values():
         kept.until_s = 0
     link._transport.resume_reading()  # type: ignore[union-attr]
@@ -733,7 +733,7 @@ def test_a_sibling_that_has_ended_at_once_costs_no_other_file_its_descriptor() -
             files.append(os.open(os.devnull, os.O_RDONLY))
         gc.collect()
         for file in files:
-            # The close fails if somebody else has closed the file.
+            # The close fails if the file was already closed by mistake.
             os.close(file)
 
     uvloop.run(connect_to_the_dead())

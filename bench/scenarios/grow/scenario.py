@@ -92,7 +92,7 @@ class Plan:
     jobs: int = 1_000_000
     orgs: int = 5_000
     jobs_per_s: int = 2_000
-    # The length of the phase before the growth. The phase after it takes half as long.
+    # The length of the phase before the growth. The phase after the growth takes half as long.
     seconds: float = 60.0
     routers: int = 3
 
@@ -104,7 +104,7 @@ class Course:
     fill_s: float = 0.0
     phases: list[Phase] = field(default_factory=list[Phase])
     looks: list[Look] = field(default_factory=list[Look])
-    # For each phase: the CPU use of each sort of process, in cores.
+    # For each phase: the CPU use of each kind of process, in cores.
     cores: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     # The shard of each slot: with two shards, with three, and after one was drained.
     owners: list[list[str]] = field(default_factory=list[list[str]])
@@ -187,7 +187,7 @@ class _Meter:
     balancer: int
 
     def seconds(self) -> dict[str, float]:
-        """Returns the CPU seconds of each sort of process."""
+        """Returns the CPU seconds of each kind of process."""
         return {
             "clients": cpu.of_processes(self.clients),
             "routers": cpu.of_processes(self.stage.routers.pids()),

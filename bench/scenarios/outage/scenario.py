@@ -54,13 +54,13 @@ _FAILED_OVER_S_MAX = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    # How many restarts, and how many fail-overs.
+    # The number of kills with a restart, and the number of kills with a fail-over.
     kills: int = 5
     # Each turn is an enqueue, a dequeue and an ack.
     turns_per_s: int = 300
     orgs: int = 30
     # The seconds of calls before each kill, and the seconds for which a shard is away before it is started again. Calls
-    # go on for half as long after its return.
+    # continue for half as long after the shard's return.
     seconds: float = 10.0
     routers: int = 2
 

@@ -2,7 +2,7 @@
 catalog and shards as a router does, over real connections. There is no gRPC, and there are no clients.
 
 The first line of its input names the parts. The process prints `ready`, and how many seconds and CPU seconds it took to
-make the parts. Then it answers each further line with a line of JSON. It ends when its input ends.
+make the parts. Then the process answers each further line with a line of JSON. It ends when its input ends.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ async def _run() -> None:
 
 
 def _read(loop: asyncio.AbstractEventLoop, lines: asyncio.Queue[str], task: asyncio.Task[None]) -> None:
-    """Reads lines into the queue. Cancels the task when the input ends, whatever the task waits for."""
+    """Reads lines into the queue. Cancels the task when the input ends, even if the task waits for something else."""
     for line in sys.stdin:
         loop.call_soon_threadsafe(lines.put_nowait, line)
     loop.call_soon_threadsafe(task.cancel)

@@ -1,5 +1,5 @@
 """Measures how many jobs a second are enqueued, are finished, and go through their whole life, by the size of batches
-and the number of callers; the CPU time that each sort of process spends on a job; and how much the database writes for
+and the number of callers; the CPU time that each kind of process spends on a job; and how much the database writes for
 a job.
 
 Windrow is compared with its upper limit and with peers. Other options compare it, for calls of one job, with an echo of
