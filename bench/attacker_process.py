@@ -66,6 +66,7 @@ def _step_back() -> None:
 
 
 if __name__ == "__main__":
-    # Ctrl-C in a terminal reaches the whole group. Ignore it: the process that started this one ends it in order.
+    # Ctrl-C in a terminal reaches every process of the group. Ignore the signal, because the process that started this
+    # one ends this one in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     asyncio.run(_main())

@@ -1,7 +1,7 @@
 """`python -m bench.client_process`: one client process.
 
-Reads orders from standard input, one JSON line each. Answers each order with a JSON line: its result or error, and when
-the order began and ended, by the machine's monotonic clock. Ends when its input ends.
+Reads orders from standard input, one JSON line each. Answers each order with a JSON line: the order's result or error,
+and when the order began and ended, by the machine's monotonic clock. Ends when its input ends.
 """
 
 from __future__ import annotations
@@ -68,10 +68,11 @@ class Client:
                 group.create_task(produce())
 
     async def offer(self, *, rate: float, seconds: float, batch: int, late_s_max: float, phase: float = 0.0) -> int:
-        """Stores `rate` jobs a second, without waiting for earlier calls. Each job is stamped with the time at which it
-        was due to be stored. Returns how many jobs were stored.
+        """Stores `rate` jobs a second, without waiting for earlier calls. The payload of each job has the time at which
+        the job was due to be stored. Returns how many jobs were stored.
 
-        The process makes up for late calls. While it is `late_s_max` behind, it skips the calls that become due.
+        If calls are late, the process makes them as soon as it can. While it is at least `late_s_max` behind, it skips
+        the calls that become due.
         """
         pause_s = batch / rate
         began_s = time.monotonic() + pause_s * phase
@@ -115,7 +116,8 @@ class Client:
             before = self._tally.taken
             await self._system.enqueue(stamped(1))
             await self._until(lambda: self._tally.taken > before, "1 more")  # noqa: B023 - ended before the next turn
-            # Pause for a random time, so that the jobs do not keep step with the system's polls.
+            # Pause for a random time. Otherwise the jobs might always come at the same moment between two polls of the
+            # system.
             await asyncio.sleep(pause_s * random.uniform(0.2, 1.8))
         return jobs
 

@@ -24,7 +24,7 @@ class Answered:
     found: Any
 
 
-# How long an order may take beyond the time that it names.
+# How long an order may take in addition to the seconds that are in the order itself.
 _ORDER_S_MAX = 300.0
 
 

@@ -1,4 +1,4 @@
-"""How many jobs of a run travel together in one act or one message, and how often its processes wake up."""
+"""How many jobs of a run are together in one act or one message, and how often the processes of the run wake up."""
 
 from __future__ import annotations
 

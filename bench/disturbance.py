@@ -74,8 +74,8 @@ async def _read(dsn: str, *, begin_s: float) -> None:
 
 @contextlib.asynccontextmanager
 async def restarts(pids: Callable[[], Sequence[int]]) -> AsyncGenerator[None, None]:
-    """Restarts one router process after another, in an orderly way, again and again. Each has some seconds to start
-    before the next one ends."""
+    """Restarts one router process after another, in an orderly way, again and again. Each new process has some seconds
+    to start before the next old process ends."""
 
     async def restart() -> None:
         while True:

@@ -28,7 +28,7 @@ class Figure(StrEnum):
     ENQUEUE = "enqueue"
     # Finishes the jobs that were stored before the measurement.
     DRAIN = "drain"
-    # Enqueues and drains at the same time: from the first job stored to the last job finished.
+    # Enqueues and drains at the same time. The time is from the first stored job to the last finished job.
     LIFE = "whole life"
 
 
@@ -48,7 +48,7 @@ class Timed:
     figure: Figure
     jobs: int
     seconds: float
-    # CPU time spent during `wall_s`, which is a little longer than `seconds`: it includes preparation and end.
+    # CPU time spent during `wall_s`, which is a little longer than `seconds`: `wall_s` includes preparation and end.
     spent: Spent
     counts: Counts
     wall_s: float

@@ -24,7 +24,8 @@ class Second:
     acked: int = 0
     # How many calls were refused, or had no answer.
     failed: int = 0
-    # The pickup times of jobs that arrived in this second for the first time, and that had been due at once.
+    # The pickup times of the jobs that arrived in this second for the first time. Only jobs that were due at once
+    # count.
     pickups_s: Sequence[float] = ()
 
 
@@ -223,7 +224,7 @@ def unavailable_s(told: Told) -> Mapping[str, float]:
 
 
 def _had(evidence: Evidence) -> Iterator[tuple[float, str, bool]]:
-    """Yields the times at which a shard got slots after it had none, or lost its last slot."""
+    """Yields the times at which a shard without slots got slots, or a shard lost its last slot."""
     had: set[str] = set()
     for at_s, slots, _ in holdings(evidence):
         has = {shard for shard, count in slots.items() if count}

@@ -41,14 +41,14 @@ _SAY_EVERY_S = 5.0
 _LOOK_S = 0.2
 # Do not count more often, because each count connects to every shard.
 _COUNT_S = 0.5
-# The time that an idle machine may need in addition to the sweep, to reconnect and to restart clients.
+# The time that an idle machine may need, in addition to the interval of sweeps, to reconnect and to restart clients.
 _SLACK_S = 7.0
 # The bounds of answers and deliveries grow by the longest stall of this process times this number: other processes
 # stall too.
 _STALLS = 3.0
 _DRAIN_S_MAX = 300.0
 _STUCK_S_MAX = 30.0
-# How long moves may take after all faults are over. Several thousand slots have to go back, and a move that could not
+# How long moves may take after all faults are over. Several thousand slots have to move back, and a move that could not
 # continue pauses for half a minute.
 _REST_S_MAX = 180.0
 _REST_LOOK_S = 1.0

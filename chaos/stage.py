@@ -106,8 +106,8 @@ async def open_stage(
             rest=f"[router]\nconnections_per_shard = {_CONNECTIONS}\ndrain_seconds = {_DRAIN_S}\n",
         )
         file.save()
-        # Make the tables now, because the journal needs them. A router may say that it is ready before it has made
-        # them.
+        # Make the tables now, because the journal needs them. A router may print that it is ready before it has made
+        # the tables.
         await finish(await start("cli.main", "migrate", "--config", str(file.path), stdout=DEVNULL))
         say("starting routers and balancers")
         clock = FakeTime.found(scratch)

@@ -45,7 +45,7 @@ class Field:
     _known: Catalog | None = None
 
     def write(self, more: str = "", **shards: Mapping[str, object]) -> Cluster:
-        """Writes a file that names these shards, each with its settings. The DSNs are in files of their own."""
+        """Writes a file that names these shards, each with its settings. Each DSN is in a file of its own."""
         text = f'[cluster]\nname = "{CLUSTER}"\n'
         for name, keys in shards.items():
             text += f"\n[[shard]]\nname = '{name}'\n"

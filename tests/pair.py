@@ -22,7 +22,7 @@ from tests.conftest import CLUSTER, SHARD
 from tests.effort import trials
 
 A, B = SHARD, ShardName("s2")
-# Small chunks without pauses: many steps in a short time.
+# Chunks are small and there are no pauses, so that a move has many steps in a short time.
 PACE = Pace(rows_max=4, rest=0.0, poll_s=0.01)
 
 

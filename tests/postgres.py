@@ -1,7 +1,7 @@
 """The Postgres server of the tests. Only this module chooses it.
 
-It prefers programs on this machine, which start within a second. If there are none, or if WINDROW_TEST_POSTGRES=docker,
-it uses a container. WINDROW_PG_BIN names a folder with programs (see embedded).
+It prefers the Postgres programs of this machine, which start within a second. If there are no programs, or if
+WINDROW_TEST_POSTGRES=docker, it uses a container. WINDROW_PG_BIN names a folder with programs (see embedded).
 """
 
 from __future__ import annotations

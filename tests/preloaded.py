@@ -156,7 +156,8 @@ class _RouterProcess(_Forked[bytes]):
             # Some modules read the environment when they are imported.
             return None
         assert args[2] == _CHILD, args
-        # At first the new process has the supervisor's handlers. A signal for the new process must not reach them.
+        # At first the new process has the supervisor's signal handlers. A signal for the new process must not reach
+        # these handlers.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             pid = os.fork()

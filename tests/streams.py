@@ -154,8 +154,8 @@ class Stream:
         return self.jobs
 
     async def news(self, after: int, *, within_s: float) -> list[queue_pb2.ConsumeResponse]:
-        """Waits for messages after the first `after`. Returns an empty list if the stream has ended or the time is
-        over."""
+        """Waits until there are more than `after` messages. Returns the messages after these, or an empty list if the
+        stream has ended or the time is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s), self._changed:
                 await self._changed.wait_for(lambda: len(self.messages) > after or self.ended)

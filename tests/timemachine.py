@@ -20,7 +20,7 @@ NO_HURRY = "SET LOCAL idle_in_transaction_session_timeout = 0"
 
 
 async def end_leases(database: Database, org: OrgId) -> int:
-    """Ends every live lease. Returns the number of leases."""
+    """Makes every live lease expire. Returns the number of leases."""
     rows = await database.run(
         b"""
         UPDATE windrow.job j SET visible_at = now() FROM windrow.queue q

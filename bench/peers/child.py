@@ -1,5 +1,5 @@
-"""Lets a peer that runs in a process of its own be measured like any other system. Owns that process and the
-communication with it.
+"""Makes it possible to measure a peer that runs in a process of its own like any other system. Owns that process and
+the communication with it.
 
 Nothing in this module depends on a particular peer: the files in bench/systems say which program to start. Every peer's
 program speaks bench.peers.wire, ends when its standard input ends, and uses no other module of ours.

@@ -3,8 +3,8 @@ without a benchmark.
 
 Owns the layout of that folder. Python peers share one virtual environment, made from requirements.lock. This
 environment contains node as well, so that node peers run with the version of node for which they were locked. The
-machine's own go builds the peers written in Go. The lock files name no registries: uv, npm and go use those for which
-they are configured on the machine.
+machine's own go builds the peers written in Go. The lock files name no registries: uv, npm and go use the registries
+that are configured on the machine.
 """
 
 from __future__ import annotations

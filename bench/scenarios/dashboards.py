@@ -265,7 +265,7 @@ async def _work_long(client: windrow.Client, story: Story) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """An alert that fired: what it was about, and from when to when."""
+    """An alert that fired: for what, and from when to when."""
 
     name: str
     about: str

@@ -1,5 +1,6 @@
 """Measures whether a dequeue takes longer when the same tables hold many other jobs, compared with an empty cluster.
-First a million finished jobs are there, then also a million scheduled jobs, then also a million ready jobs."""
+The tables first hold a million finished jobs, then also a million scheduled jobs, and then also a million ready
+jobs."""
 
 from __future__ import annotations
 

@@ -176,8 +176,8 @@ async def _outcome(attacker: Process) -> AttackOutcome:
 
 @contextlib.asynccontextmanager
 async def _weighed(pids: Callable[[], Sequence[int]]) -> AsyncGenerator[list[tuple[float, float]], None]:
-    """Yields a list. During this scope it grows by pairs of a time and the resident MiB of the largest of these
-    processes."""
+    """Yields a list. During this scope, pairs are added to this list: a time, and the resident MiB of the largest of
+    these processes."""
     course: list[tuple[float, float]] = []
 
     async def weigh() -> None:

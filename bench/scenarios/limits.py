@@ -26,8 +26,8 @@ from windrow.calls import CallFailure
 from windrow.v1 import cluster_pb2, cluster_pb2_grpc, limits_pb2, queue_pb2, queue_pb2_grpc
 
 _PROCESSES = 2
-# The kernel spreads connections over the processes of a router at random. With this many, each process nearly always
-# has at least one.
+# The kernel spreads connections over the processes of a router at random. With this many connections, each process
+# nearly always has at least one.
 _CONNECTIONS = 8
 _CALLERS = 4
 _PATIENCE_S = 60.0

@@ -39,7 +39,8 @@ from windrow.v1 import admin_pb2, admin_pb2_grpc
 
 _PRODUCER, _WORKER = 0, 1
 _WARM_S = 3.0
-# A producer that is further behind than this skips the jobs that become due, because the system cannot take the load.
+# While a producer is further behind than this, it skips the jobs that become due: the system then cannot handle the
+# load.
 _LATE_S_MAX = 5.0
 _FINISH_S_MAX = 20.0
 _OVERLOAD = 1.5

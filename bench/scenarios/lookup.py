@@ -33,7 +33,7 @@ _PATIENCE_S = 60.0
 _TRIES = 20
 _SEED = 20_240_229
 
-# A job's position in its day determines its id and its org: every second job belongs to the large org.
+# The id and the org of a job follow from its position in its day: every second job belongs to the large org.
 _FILL = b"""
 INSERT INTO windrow.finished (
     id, queue_id, enqueued_at, run_at, finished_at, lease, leased_at, priority, attempt, state, kind, payload, worker,

@@ -26,7 +26,7 @@ _BACKUP, _REPLACED = "windrow_backup", "windrow_replaced"
 _AGE_S = (2.0, 8.0)
 # How many of the busiest orgs are used, so that there are jobs to lose.
 _ORGS = 4
-# In what share of the copies the workers are stopped during the copy, and how long before the copy they stop.
+# The share of the copies during which the workers are stopped, and how long before the copy they are stopped.
 _BACKLOG_SHARE, _BACKLOG_S = 0.5, 3.0
 # Routers learn every 3 s which marks the catalog has confirmed.
 _LEARN_S = (5.0, 10.0)
@@ -92,7 +92,7 @@ class RestoreBackup(Fault):
         self.stage.say(f"{self.target} is as it was {self._swapped_s - self._copied_s:.1f} s ago")
         heard = asyncio.Event()
         self._asking = asyncio.create_task(self._ask(heard))
-        # If no router refuses the shard, the checker finds that.
+        # If no router refuses the shard, the checker reports this.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REFUSED_S_MAX):
                 await heard.wait()

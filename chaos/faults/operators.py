@@ -103,8 +103,8 @@ class PinOrg(Fault):
 
 
 class FreezeRouterInMove(FreezeServer):
-    """Freezes a router before an org's slot begins to move, until the target shard takes the org's new jobs, or for a
-    moment longer."""
+    """Freezes a router before an org's slot begins to move. The router stays frozen until the target shard takes the
+    org's new jobs, or for a moment longer."""
 
     name = "freeze-router-in-move"
     seconds = (0.0, 1.0)

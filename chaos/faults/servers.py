@@ -183,8 +183,8 @@ class FailOver(_ShardFault):
 
 
 class LockRows(_ShardFault):
-    """Opens a session that holds locks on a few leased jobs of one org, or on dedup keys of an org, and that does not
-    end until the fault is healed."""
+    """Opens a session that locks the rows of a few leased jobs of one org, or of dedup keys of an org. The session does
+    not end until the fault is healed."""
 
     name = "lock-rows"
     seconds = (4.0, 7.0)

@@ -69,8 +69,9 @@ class Peer:
         client = awa.AsyncClient(self._dsn, max_connections=_CONNECTIONS)
         client.task(_NoOp, kind=_KIND, queue=self._run)(handle)
         await client.start([{"name": self._run, "max_workers": _WORKERS, "claim_batch_size": _CLAIM_JOBS_MAX}])
-        # awa does not report when a job has finished in the database. But a worker waits for that before it takes
-        # another job. So there are at most as many jobs under way as workers, and none when no job is left.
+        # awa does not report when a job has finished in the database. But a worker takes its next job only after its
+        # last job has finished in the database. So at most as many jobs are under way as there are workers, and no job
+        # is under way when no job is left.
         before = -1
         while not self._stop.is_set():
             sure = returned - _WORKERS

@@ -57,8 +57,8 @@ from shard.vocabulary import OrgId
 
 _SHARDS = 3
 _WORKERS = 2
-# A queue with ready jobs that nobody works on, and its share of the jobs that exist before the growth. The other jobs
-# are scheduled.
+# A queue whose ready jobs nobody takes, and its share of the jobs that exist before the growth. The other jobs are
+# scheduled.
 _KEPT, _KEPT_SHARE = "kept", 0.1
 _LATER = timedelta(days=1)
 _FILL_CALLS = 16
@@ -67,7 +67,7 @@ _WARM_S, _WARM_S_MAX = 5.0, 120.0
 # The workers keep up while the jobs that are stored but not taken yet are no more than this many seconds of load.
 _BEHIND_S = 0.5
 _LOOK_S = 0.5
-# If no slot has moved on for this long, the move is stuck.
+# If no slot has got ahead in its move for this long, the moves are stuck.
 _STUCK_S = 120.0
 _DRAIN_S_MAX = 120.0
 _STEP_S = 1.0

@@ -26,7 +26,7 @@ def _worker(client: windrow.Client, site: Site, recorder: Recorder) -> windrow.W
     @worker.handler("no-op")
     async def no_op(job: windrow.Job) -> None:
         recorder.got(stream, [leased(lease=job.lease, attempt=job.attempt, payload=job.payload)])
-        # The worker does not report the outcome, so the run stays open in the history.
+        # The worker does not report the outcome of the ack, so this call has no end in the history.
         recorder.begin(Verb.ACK, client.org, {"leases": [job.lease.hex()]})
 
     return worker
