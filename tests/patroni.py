@@ -1,7 +1,7 @@
 """A shard whose Postgres servers are managed by Patroni: one etcd and three members on loopback, with the configuration
 of deploy/patroni. Owns their processes and folders.
 
-Patroni and etcd end with this process, even if it is killed; Postgres ends by a watcher.
+When this process ends, even by a kill, Patroni and etcd end too, and a watcher ends Postgres.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The memory that a method reserves for its answer is enough for the largest answer that the contract and the modules
-behind it allow (I9)."""
+"""The memory that a method reserves for its answer is enough for the largest answer that the contract and the router's
+modules allow (I9)."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def size(field: FieldDescriptor) -> int:
     message = field.message_type
     match field.cpp_type:
         case FieldDescriptor.CPPTYPE_MESSAGE if message is not None and message.full_name == "google.rpc.Status":
-            # Memory for errors is reserved when it is known how many there are.
+            # Memory for errors is reserved later, when the number of errors is known.
             return 0
         case FieldDescriptor.CPPTYPE_MESSAGE if message is not None and message.GetOptions().map_entry:
             each = MAP_ENTRIES[message.name] + 6 + around
@@ -222,7 +222,7 @@ def test_a_method_reserves_enough_memory_for_its_largest_answer(name: str) -> No
     elif name in ENDS_AT_ANSWER_BYTES:
         assert declared == ANSWER_HELD_BYTES
     elif name == "windrow.v1.Schedules.ListSchedules":
-        # A page of schedules has no payloads, and ends when their attributes fill LISTED_BYTES_MAX.
+        # A page of schedules has no payloads, and ends when the schedules' attributes fill LISTED_BYTES_MAX.
         one = largest(schedules_pb2.ScheduleInfo.DESCRIPTOR) - TEXTS["payload"]
         attributes = size(job_pb2.JobTemplate.DESCRIPTOR.fields_by_name["attributes"])
         assert reserved(declared, method) >= ITEMS["schedules"] * (one - attributes) + LISTED_BYTES_MAX + attributes

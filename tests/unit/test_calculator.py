@@ -58,8 +58,7 @@ async def test_orgs_take_turns_in_one_thread() -> None:
     await asyncio.sleep(0)
     begun.let_end(11)
     assert await asyncio.gather(*busy, other) == [BUSY] * 10 + [OTHER]
-    # The other org's calculation ran first or second, although nine more calculations of the busy org had come before
-    # it.
+    # The other org's calculation ran first or second, although all ten calculations of the busy org had come before it.
     assert begun.orgs.index(OTHER) <= 1
     assert len(begun.threads) == 1
     assert threading.get_ident() not in begun.threads
@@ -99,7 +98,7 @@ async def test_large_workflows_are_decoded_one_after_another_and_orgs_take_turns
     await asyncio.sleep(0)
     begun.let_end(6)
     answers = await asyncio.gather(*calls, return_exceptions=True)
-    # Begun.calculate checks that there is never more than one.
+    # Begun.calculate checks that there is never more than one calculation at a time.
     assert {type(answer) for answer in answers} == {ZeroDivisionError}
     assert begun.orgs.index(OTHER) <= 1
 

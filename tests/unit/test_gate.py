@@ -109,7 +109,7 @@ async def test_calls_that_wait_for_jobs_leave_their_places_to_others(gate: Gate)
     calls = await entered(gate, "busy")
     with gate.waiting(calls[0]):
         assert len(await entered(gate, "busy")) == 1
-    # The call counts again, although there is no room.
+    # After the wait the call counts again, although there is no room for it.
     assert await entered(gate, "busy") == []
 
 

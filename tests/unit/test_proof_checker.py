@@ -788,13 +788,14 @@ def test_a_move_and_its_way_back_pass() -> None:
 @pytest.mark.parametrize(
     "catalog",
     [
-        # Two writers. No writer. A writer that is not read. Three shards that are read.
+        # In this order: two writers; no writer; a writer that is not read; three shards that are read.
         [placed("s1 s2", "s1 s2", 1)],
         [placed("", "s1", 1)],
         [placed("s1", "s2", 1)],
         [placed("s1", "s1 s2 s3", 1)],
-        # The writer switched before the move began. The move began without a new epoch. The move ended at its own
-        # source. The writer switched under another epoch, went back to the source, or switched to a third shard.
+        # In this order: the writer switched before the move began; the move began without a new epoch; the move ended
+        # at its own source; the writer switched under another epoch, went back to the source, or switched to a third
+        # shard.
         [PLACED[0], placed("s2", "s2", 5)],
         [PLACED[0], placed("s1", "s1 s2", 1)],
         [*PLACED[:2], placed("s1", "s1", 5)],
@@ -811,8 +812,8 @@ def test_what_is_no_step_of_a_move_is_found(catalog: Sequence[Placed]) -> None:
 @pytest.mark.parametrize(
     "known",
     [
-        # The slot is opened again under the epoch that closed it, or under an older one. A chunk comes twice. A chunk
-        # is left out.
+        # In this order: the slot is opened again under the epoch that closed it; the slot is opened again under an
+        # older epoch; a chunk comes twice; a chunk is left out.
         [*ON_S1, owned("s1", 24.0, "owned", 5, chunk=2)],
         [*ON_S1, owned("s1", 24.0, "owned", 1)],
         [*ON_S1, ON_S1[-1]],
@@ -2717,7 +2718,7 @@ def test_a_node_that_fails_too_early_or_although_it_had_its_signal_is_found() ->
     assert found(an_unsignalled_workflow(at_s=1004.9)) == ["I11"]
     for is_first in (True, False):
         assert found(an_unsignalled_workflow(signal(12.0, is_first=is_first))) == ["I11"]
-    # Its time began with its release, as did the transaction.
+    # The time of the node, and the transaction that released the node, began at the same moment.
     given = an_unsignalled_workflow()
     for began_s, expected in ((1000.0, []), (1003.0, ["I11"])):
         release = Release("w", "j1", 1004 * SECOND_US, round(began_s * SECOND_US))
