@@ -132,7 +132,7 @@ async def test_a_call_that_pauses_before_its_next_try_ends_when_another_thread_c
     router.scripts["GetJobs"] = failing(1, StatusCode.UNAVAILABLE, router, "GetJobs", retry_after_s=15)
     client = SyncClient(router.address, org="acme")
     call = asyncio.create_task(asyncio.to_thread(client.for_org("globex").get_jobs, [uuid7()]))
-    # The client adds the error to `_heard` just before its pause.
+    # The client sets `_heard` just before its pause.
     await router.until(lambda: client._client.calls._heard)
     await asyncio.to_thread(client.close)
     with pytest.raises(ClientClosed, match="the client was closed meanwhile"):

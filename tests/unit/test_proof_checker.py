@@ -2718,7 +2718,7 @@ def test_a_node_that_fails_too_early_or_although_it_had_its_signal_is_found() ->
     assert found(an_unsignalled_workflow(at_s=1004.9)) == ["I11"]
     for is_first in (True, False):
         assert found(an_unsignalled_workflow(signal(12.0, is_first=is_first))) == ["I11"]
-    # The time of the node, and the transaction that released the node, began at the same moment.
+    # The time of the node begins when the transaction that released the node began.
     given = an_unsignalled_workflow()
     for began_s, expected in ((1000.0, []), (1003.0, ["I11"])):
         release = Release("w", "j1", 1004 * SECOND_US, round(began_s * SECOND_US))
