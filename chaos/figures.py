@@ -114,8 +114,8 @@ def _answered(of: str, calls: Iterable[tuple[str, bool]]) -> Mapping[str, int]:
 
 
 def restored(evidence: Evidence) -> Mapping[str, int]:
-    """Compares the restored backup with the replaced database. Counts what the backup lacked, grouped by what
-    happened to it afterwards. Empty if no backup was restored."""
+    """Compares the restored backup with the replaced database. Counts the jobs, ends of jobs and dedup keys that the
+    backup lacked, and what happened to these jobs afterwards. Empty if no backup was restored."""
     if evidence.restored is None:
         return {}
     backup = Backup(evidence)
@@ -153,7 +153,7 @@ class Moved:
     began_s: float
     # The time at which the target began to take the new jobs. None: never.
     switched_s: float | None = None
-    # The time at which the move of its last slot was finished. None: never.
+    # The time at which the last slot of this move was at rest. None: never.
     ended_s: float | None = None
 
 
@@ -183,8 +183,8 @@ def chunks(evidence: Evidence) -> int:
 
 
 def holdings(evidence: Evidence) -> list[tuple[float, Mapping[str, int], int]]:
-    """Returns for each change of placements its time, and the state after it: the number of slots whose new jobs each
-    shard takes, and the number of slots that are moving."""
+    """Returns for each change of placements: the time of the change; the number of slots whose new jobs each shard
+    takes after the change; and the number of slots that are then moving."""
     known: dict[int, Placed] = {}
     writes: Counter[str] = Counter()
     moving = 0

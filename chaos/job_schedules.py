@@ -81,7 +81,7 @@ class JobSchedules:
 async def open_schedules(
     address: str, orgs: Sequence[str], dsns: Sequence[str], *, seed: int, seconds: float, steady: int
 ) -> AsyncGenerator[JobSchedules, None]:
-    """Yields the schedules of a run. `steady`: how many more schedules there are that nobody changes; they are created
+    """Yields the schedules of a run. `steady`: the number of further schedules, which nobody changes; these are created
     first. `seconds`: how long all schedules run after that. `dsns`: the DSNs of the shards' databases."""
     luck = random.Random(f"{seed}/schedules")
     async with AsyncExitStack() as stack:

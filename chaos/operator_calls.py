@@ -40,8 +40,8 @@ class OperatorCalls(Generic[_Stub]):
         *,
         until_s: float | None = None,
     ) -> Any:
-        """Returns the answer. Returns None if there was no answer until `until_s`, which is the end of the operator's
-        time by default. `record` gets the beginning, the end and the answer of each try that a router may have
+        """Returns the answer. Returns None if there was no answer until `until_s`. By default this is the end of the
+        operator's time. `record` gets the beginning, the end and the answer of each try that a router may have
         executed."""
         while True:
             began_us = now_us()

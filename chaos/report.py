@@ -18,7 +18,8 @@ _SHOWN_MAX = 20
 
 
 def verdict(found: Sequence[Violation], *, excused: bool = False) -> Mapping[str, list[str]]:
-    """Returns the violations by invariant: those that count, or the excused ones, which a restored backup explains."""
+    """Returns the violations by invariant: either those that count, or the excused ones, which a restored backup
+    explains."""
     return {name: [one.what for one in found if one.invariant == name and one.excused is excused] for name in EXAMINED}
 
 

@@ -12,7 +12,7 @@ from proof.history import leased
 from windrow.v1 import job_pb2
 
 _CALLS_MAX = 3
-# Some calls are given up so soon that routers may execute them although their answers are lost.
+# Some calls get such a short timeout that their answers are lost, although routers may execute the calls.
 _HASTY_S = 0.05
 # The share of the calls that are made late, when the lease may have ended; and after how many windows they are made.
 _LATE = 0.2

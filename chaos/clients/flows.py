@@ -13,7 +13,7 @@ from proof.history import asked_to_start, payload_of
 from shard.workflow import WorkflowId, job_id_of
 
 _NODES_MAX = 12
-# The share of the nodes that wait for signals, and for how long they wait.
+# The share of the nodes that wait for signals, and for how long these nodes wait.
 _SIGNALS = 0.2
 _TIMEOUT_S = (1.0, 8.0)
 # How many signals such a node gets, and within how many seconds after the answer to the start of the workflow each

@@ -42,7 +42,7 @@ def _worker(
                 await _add(job, job.workflow, org, recorder, luck)
             match fate:
                 case Fate.EXTEND | Fate.OVERSLEEP:
-                    # Work mostly for longer than the window. The worker extends the lease meanwhile.
+                    # Most of these jobs take longer than the window. The worker extends the lease meanwhile.
                     await asyncio.sleep(site.window_s * luck.uniform(0.9, 1.5))
                 case Fate.ACK | Fate.RELEASE | Fate.FORGET:
                     await asyncio.sleep(luck.expovariate(1 / _WORK_S))
@@ -53,7 +53,7 @@ def _worker(
             about_to(Verb.RELEASE)
             raise
         except windrow.WindrowError as error:
-            # It is unknown whether the job waits. If it does, this nack changes nothing.
+            # It is unknown whether the job waits for nodes. If the job waits, this nack changes nothing.
             after_s = luck.uniform(0.0, NACK_DELAY_S_MAX)
             about_to(Verb.NACK, after_s)
             raise windrow.Retry("chaos", after=after_s) from error

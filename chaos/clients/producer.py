@@ -42,7 +42,7 @@ class Producer:
         self._client = windrow.Client(
             site.address, org=self._orgs[0], timeout=_TIMEOUT_S, try_timeout=_TRY_S, channels=3, create_spans=False
         )
-        # Acknowledged jobs, without and with a dedup key. The answer for a job with a dedup key may be about another
+        # Acknowledged jobs, without and with a dedup key. The answer to an enqueue with a dedup key may name another
         # job, which has the same key.
         self._recent: deque[tuple[str, windrow.NewJob]] = deque(maxlen=_REMEMBERED)
         self._keyed: deque[tuple[str, windrow.NewJob]] = deque(maxlen=_REMEMBERED)
@@ -56,7 +56,8 @@ class Producer:
         luck = self._site.luck()
         turns = asyncio.Semaphore(_CALLS_MAX)
         while not (self._orders.calm.is_set() or self._orders.over.is_set()):
-            # Each call has a random generator of its own, so the order in which calls end changes nothing.
+            # Each call has a random generator of its own. So the random choices do not depend on the order in which
+            # calls end.
             group.create_task(self._once(turns, random.Random(luck.random())))
             await self._orders.pause(luck.expovariate(1 / _EVERY_S))
 

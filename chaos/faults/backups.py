@@ -40,7 +40,7 @@ _ASK_S_MAX = 3.0
 _COMMAND_S_MAX = 60.0
 _DONE_S_MAX = 120.0
 _AGAIN_S = 1.0
-# How long a command runs before it is killed, if it is killed at all. It needs about a second to begin its work.
+# How long a command runs before it is killed, if it is killed at all. A command needs about a second to begin its work.
 _KILLED_S = (0.5, 2.5)
 
 
@@ -57,13 +57,13 @@ class RestoreBackup(Fault):
     _asking: asyncio.Task[None] | None = None
     _backup: Version | None = None
     _copied_s = _swapped_s = 0.0
-    # The time from which the backup could be reached in place of the old database. 0: the database was not replaced.
+    # The time from which clients could reach the backup instead of the old database. 0: the database was not replaced.
     _back_s = 0.0
 
     @classmethod
     def targets(cls, cast: Cast) -> Sequence[str]:
-        # Not the first shard: its database also has the catalog. The marks in the catalog would go back too, so nobody
-        # would notice the loss. The last shard of three or more may have a small disk.
+        # The first shard cannot be used, because its database also has the catalog. The marks in the catalog would go
+        # back in time too, so nobody would notice the loss. The last shard of three or more may have a small disk.
         return shards(cast)[1:2]
 
     @property
@@ -77,8 +77,8 @@ class RestoreBackup(Fault):
         source, target = self.luck.sample([self.target, other], 2)
         await asyncio.gather(self._move(leaves, self.target), self._move(comes, other), self._move(moves, source))
         if self.luck.random() < _BACKLOG_SHARE:
-            # Jobs that wait when the copy is made leave the shard later, with their org. After the replacement they are
-            # on the shard again.
+            # Let some jobs wait when the copy is made. These jobs leave the shard later, with their org. After the
+            # replacement they are on the shard again.
             self._send(signal.SIGSTOP)
             await asyncio.sleep(_BACKLOG_S)
         await self._copy()

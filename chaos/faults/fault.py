@@ -26,7 +26,8 @@ class Fault(abc.ABC):
     weight: ClassVar[float] = 1.0
     # The shortest and the longest time for which the fault lasts.
     seconds: ClassVar[tuple[float, float]] = (1.0, 6.0)
-    # Whether the fault is run once more at the end, alone, so that the checker can say what clients may notice of it.
+    # Whether the fault is run once more at the end, without other faults. The checker then knows which effects of the
+    # fault clients may notice.
     alone: ClassVar[bool] = False
     # The orgs that the fault affects; known after inject(). Empty: it affects all orgs equally.
     orgs: Sequence[str] = ()

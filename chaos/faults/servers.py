@@ -165,7 +165,7 @@ class FailOver(_ShardFault):
 
     async def inject(self) -> None:
         shard = self.stage.shards[self.target]
-        # Make sure that the standby has everything that was acknowledged. Failover tools promote no other standby.
+        # Make sure that the standby has everything that was acknowledged. Failover tools promote only such a standby.
         await until(
             lambda: shard.is_synchronous, f"{self.target} has a synchronous standby", within_s=_SYNCHRONOUS_S_MAX
         )
@@ -205,8 +205,8 @@ class LockRows(_ShardFault):
         return psycopg.connect(self.primary.cluster.dsn, connect_timeout=5)
 
     def _lock(self, session: psycopg.Connection[tuple[object, ...]], find: LiteralString, lock: LiteralString) -> None:
-        """Locks rows of one queue, until there are enough. Looks again and again, because most leased jobs are acked
-        soon."""
+        """Locks rows of one queue, until enough rows are locked. Looks again and again, because most leased jobs are
+        acked soon."""
         queue: object = None
         locked: set[object] = set()
         for _ in range(_LOOKS_MAX):

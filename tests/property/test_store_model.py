@@ -138,7 +138,7 @@ class Sent(NamedTuple):
     """One call of a producer, and the result of its handover."""
 
     wishes: list[Wish]
-    # For positions in the call: the lease under which a waiting consumer gets the job.
+    # For some positions in the call: the lease under which a waiting consumer gets the job at this position.
     takers: dict[int, int]
     told: list[Handed]
 
@@ -418,7 +418,7 @@ class StoreMachine(RuleBasedStateMachine):
         named: dict[JobId, JobId] = {}
         for at, wish in enumerate(wishes_):
             if wish.id in named:
-                # The answer is that of the position where the job was first named.
+                # The answer is the same as for the position at which the call named the job first.
                 known[at] = named[wish.id]
             elif wish.id in self.model:
                 known[at] = wish.id
@@ -520,7 +520,8 @@ class StoreMachine(RuleBasedStateMachine):
         return job.wish.org == org and job.state == "leased" and job.lease == held.number
 
     def missed(self, held: Held, org: OrgId, same: Outcome | None) -> Answer:
-        """Returns the answer for a lease that is not live: OK if the same call had ended it."""
+        """Returns the answer for a lease that is not live. The answer is OK if a call of the same kind had ended the
+        lease."""
         job = self.model[held.job]
         if job.wish.org != org:
             return Answer.NOT_FOUND

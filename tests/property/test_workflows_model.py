@@ -239,7 +239,7 @@ class WorkflowsMachine(RuleBasedStateMachine):
         self.compare()
 
     async def leased_by(self, flows: Flows) -> dict[str, Lease]:
-        """Claims for another router."""
+        """Claims through the other router."""
         self.callbacks |= await flows.claim() & CALLBACKS.keys()
         leases, flows.leases = flows.leases, {}
         return leases
