@@ -1,5 +1,5 @@
-"""Measures the effect of hostile clients: the memory of a router process during and after their attack, and the calls
-of a quiet org meanwhile."""
+"""Measures the effect of hostile clients: the memory of a router process during and after an attack, and the calls of a
+quiet org during the attack."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Plan:
     routers: int = 1
     # How many streams the attack UNREAD_STREAMS opens.
     streams: int = 300
-    # How much resident memory a router process may have. None: the report has no bound.
+    # The largest resident memory that a router process may have. None: the report checks no bound.
     memory_mib: float | None = None
     # If set, all calls go through Envoy with deploy/envoy.yaml.
     edge: bool = False

@@ -162,7 +162,8 @@ async def _admitted(plan: Plan, bench: Bench, both: Sequence[Servers]) -> list[A
 
 
 async def _changes(plan: Plan, bench: Bench, both: Sequence[Servers]) -> list[float]:
-    """Limits an org that had no limit to one job a day. Returns how long after each change a job was still admitted."""
+    """For one org after another that had no limit, sets a limit of one job a day. Returns how long after each change a
+    job was still admitted."""
     bench.say(f"changing a limit {plan.changes} times")
     async with AsyncExitStack() as stack:
         channels = [await _channel(stack, servers) for servers in both for _ in range(_CONNECTIONS)]

@@ -2,8 +2,8 @@
 transaction that holds a snapshot, with readers, during and after too much load, with an archiver, and while routers are
 restarted.
 
-The load is open: each job has a planned time and is stored then, even if earlier calls have not ended. Its waiting time
-counts from the planned time.
+The load is open: each job has a planned time and is stored then, even if earlier calls have not ended. The waiting time
+of a job begins at its planned time.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ async def _sample(stage: Stage, clients: Clients, plan: Plan, system: str, besid
 
 
 async def _fill(stage: Stage, plan: Plan) -> None:
-    """Inserts the finished jobs of a new org, on which the archiver works."""
+    """Inserts finished jobs of a new org. The archiver works on these jobs."""
     ((_, dsn),) = stage.dsns.items()
     channel = grpc.aio.insecure_channel(stage.routers.address)
     try:

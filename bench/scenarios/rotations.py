@@ -46,8 +46,8 @@ _CONNECTION_AGE_S = 10
 # Routers follow a file within 2 s. The issuer begins to sign with a key when the key has been published for
 # _PUBLISHED_S, and publishes the key for _KEPT_S after the last signature with it.
 _PUBLISHED_S, _KEPT_S = 3.0, 2.0
-# Routers read a file when it was the same at two looks, which are 0.5 s apart. Therefore files are not replaced faster
-# than this.
+# Routers read a changed file only after two looks at which it was the same; the looks are 0.5 s apart. Therefore this
+# is the shortest time between two replacements of a file.
 _FILE_PAUSE_S = 1.3
 _LANES = 25
 _WARM_S = 3.0
@@ -328,7 +328,7 @@ async def _client(
 
 
 async def _refused(stub: queue_pb2_grpc.QueueAsyncStub, token: str, rotated: Rotated) -> None:
-    """Notes how long calls with this token still succeed."""
+    """Records how long calls with this token still succeed."""
     began_s = time.monotonic()
     metadata = (("authorization", f"Bearer {token}"),)
     while (now_s := time.monotonic()) < began_s + _EFFECT_S_MAX:
@@ -342,7 +342,7 @@ async def _refused(stub: queue_pb2_grpc.QueueAsyncStub, token: str, rotated: Rot
 
 
 async def _shown(address: str, ca: Path, serial: int, rotated: Rotated) -> None:
-    """Waits until routers show this certificate to a new connection, and notes how long that takes."""
+    """Waits until routers show this certificate to a new connection, and records how long that takes."""
     began_s = time.monotonic()
     context = ssl.create_default_context(cafile=ca)
     context.set_alpn_protocols(["h2"])

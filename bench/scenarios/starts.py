@@ -34,7 +34,7 @@ _PAYLOAD = bytes(200)
 _RATES = ((1000, 10), (100, 1), (10, 60))
 _IN_FLIGHT = 50
 _RUN_S = 0.05
-# The time until a bucket is really empty: it fills a little while its first jobs start.
+# The time until a bucket is really empty: while its first jobs start, it fills a little.
 _REST_S = 2.0
 # The pause between two counts of leases.
 _LOOK_S = 0.1
@@ -53,8 +53,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """What a limit let start. `wanted`: the jobs that the limit should let start in the measured time, if its bucket is
-    empty at the beginning."""
+    """How many jobs started under a limit. `wanted`: how many jobs should start under the limit in the measured time,
+    if its bucket is empty at the beginning."""
 
     amount: int
     interval_s: int

@@ -67,7 +67,7 @@ _WARM_S, _WARM_S_MAX = 5.0, 120.0
 # The workers keep up while the jobs that are stored but not taken yet are no more than this many seconds of load.
 _BEHIND_S = 0.5
 _LOOK_S = 0.5
-# If no slot has got ahead in its move for this long, the moves are stuck.
+# If no move of a slot has made progress for this long, the moves are stuck.
 _STUCK_S = 120.0
 _DRAIN_S_MAX = 120.0
 _STEP_S = 1.0

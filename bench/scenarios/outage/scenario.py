@@ -157,8 +157,8 @@ async def _orgs(stage: Stage, count: int) -> dict[str, str]:
 
 @asynccontextmanager
 async def _nodes(stage: Stage) -> AsyncGenerator[tuple[list[Node], Shard], None]:
-    """Yields a node for the server of each shard, and the first shard with its standby, which can fail over. The first
-    shard's server has the catalog too."""
+    """Yields a node for the server of each shard. Also yields the first shard together with its standby, to which it
+    can fail over. The first shard's server has the catalog too."""
     nodes = [Node(name, settings=SETTINGS, cluster=server) for name, server in stage.postgres.items()]
     standby = Node(f"{nodes[0].name}-standby", settings=SETTINGS)
     try:
