@@ -27,7 +27,7 @@ BUSY, OTHER = OrgId("busy"), OrgId("other")
 
 
 class Begun:
-    """Calculations that each take until the test lets them end."""
+    """Calculations, each of which continues until the test lets it end."""
 
     def __init__(self) -> None:
         self.orgs: list[str] = []

@@ -238,7 +238,7 @@ async def test_a_client_that_is_used_and_closed_while_the_interpreter_shuts_down
 
 
 def test_it_works_where_a_loop_is_running_in_the_calling_thread() -> None:
-    """A loop runs in the calling thread, as in a notebook's cell."""
+    """A loop runs in the calling thread. This is so in the cells of a notebook, for example."""
     addresses: list[str] = []
     ready, done = threading.Event(), threading.Event()
 
@@ -328,7 +328,7 @@ with client:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 async def test_a_client_that_nobody_has_used_works_in_every_process_that_is_forked(router: FakeRouter) -> None:
-    """As under gunicorn --preload, where the parent imports the module that makes the client."""
+    """`gunicorn --preload` does this: the parent process imports the module that makes the client."""
     assert await lines_of(FORKS_UNUSED, router, within_s=2 * WAIT_S) == ["False"] * 3
 
 

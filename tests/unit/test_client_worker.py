@@ -182,7 +182,8 @@ async def test_a_handler_whose_own_code_cancels_its_task_has_failed(
 async def test_jobs_are_released_when_all_tasks_of_the_loop_are_cancelled_together(
     router: FakeRouter, client: Client
 ) -> None:
-    """As asyncio.run() does at its end: the tasks of the handlers may be cancelled before run() notices anything."""
+    """`asyncio.run()` does this at its end. The tasks of the handlers may be cancelled before the worker's run()
+    notices anything."""
     worker = Worker(client, "q")
     begun = asyncio.Event()
 
@@ -818,7 +819,7 @@ async def test_a_job_that_waits_too_long_goes_back_to_whoever_has_a_free_hand(
         await router.until(lambda: len(router.settled("Release")) == 2)
         assert sorted(router.settled("Release")) == sorted(job.id for job in wait)
         assert runs.id not in router.settled("Release")
-        # More jobs would only wait in the worker.
+        # The worker asks for no more jobs, because they would only wait in the worker.
         assert router.stream.credit == 0
         finish.set()
         await router.until(lambda: len(router.acks()) == 2)
@@ -1348,7 +1349,7 @@ async def test_a_third_signal_ends_a_worker_whose_handler_does_not_end_when_it_i
 async def test_a_worker_leaves_signals_to_a_program_that_handles_them(
     router: FakeRouter, client: Client, by_loop: bool
 ) -> None:
-    """As in a task beside a web server, which ends its workers itself."""
+    """The worker may be a task in the process of a web server, which ends its workers itself."""
     loop, worker, seen = asyncio.get_running_loop(), Worker(client, "q"), asyncio.Event()
     before = signal.getsignal(signal.SIGTERM)
     if by_loop:
@@ -1472,7 +1473,7 @@ async def test_an_error_that_time_cannot_heal_ends_the_worker(router: FakeRouter
 
 
 async def test_a_router_that_knows_no_streams_ends_the_worker_and_is_named() -> None:
-    """To wait would be pointless: this router will never offer streams."""
+    """It would be useless to wait, because this router will never offer streams."""
     router = aio.server()
     address = f"127.0.0.1:{router.add_insecure_port('127.0.0.1:0')}"
     await router.start()

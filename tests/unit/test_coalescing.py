@@ -116,8 +116,8 @@ def acts() -> Acts:
 
 @pytest.fixture(autouse=True, scope="module")
 def patience() -> Iterator[None]:
-    """No act counts as slow, and every iteration of the event loop counts as idle, however slow the machine is. So only
-    the test decides when acts begin."""
+    """No act counts as slow, and every iteration of the event loop counts as idle, even on a slow machine. So only the
+    test decides when acts begin."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("shard.queue.coalescer._IDLE_ITERATION_S", math.inf)
         patched.setattr("shard.queue.coalescer._SECOND_ACT_AFTER_S", 1000.0)

@@ -219,7 +219,7 @@ async def settled() -> None:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes no ask late, however busy the machine is, unless a test wants that."""
+    """Makes sure that no ask is late, even on a busy machine, unless a test wants that."""
     monkeypatch.setattr(asks, "_ASK_S_MAX", PATIENCE_S)
     monkeypatch.setattr(promises, "KEPT_S_MAX", 2 * PATIENCE_S)
     monkeypatch.setattr(asks, "KEPT_S_MAX", 2 * PATIENCE_S)
@@ -270,7 +270,7 @@ async def test_a_promise_keeps_places_until_its_outcome(pair: tuple[Process, Pro
     promise.end(delivery(shard, jobs, promise, but=[8]))
     await settled()
     assert sorted(few.ids + many.ids) == sorted(jobs.ids[:8])
-    # The place of the job that was not leased is free again, and its consumer looks for jobs itself.
+    # The place of the job that was not leased is free again, and the consumer of this place looks for jobs itself.
     assert (few.credit, many.credit, few.woken, many.woken) == (0, 4, 0, 1)
     assert {lease.number for one in (few, many) for each in one.got for lease in each.leases()} == set(
         shard.leased.values()
