@@ -81,7 +81,7 @@ async def _measure(order: Order, bench: Bench, found: list[Found]) -> None:
         try:
             found.append(await SCENARIOS[name].measure(plan, bench))
         except (Wrong, ProcessFailed, EmbeddedError, CannotListen, RouterFailed, psycopg.Error, OSError) as error:
-            # Go on: the other scenarios can still be measured.
+            # Continue: the other scenarios can still be measured.
             bench.failed[f"scenario {name}"] = f"{error}"
 
 

@@ -1,8 +1,9 @@
 """`python -m bench.attacker_process`: one attack of the scenario *hostile*. A real attacker has a machine of its own.
 Therefore, on Linux, this process takes only the CPU time that routers, Postgres and the quiet org leave.
 
-Reads its order from standard input, one line of JSON, and prints `ready`. Begins at the next line, and prints what it
-saw as JSON. Ends when its input ends, which also happens when the process that started it dies.
+Reads its order from standard input, one line of JSON, and prints `ready`. Begins the attack at the next line, and then
+prints what it saw, as one line of JSON. Ends when its input ends, which also happens when the process that started it
+dies.
 """
 
 from __future__ import annotations
@@ -57,13 +58,15 @@ def _step_back() -> None:
     """Lets every other process run first."""
     if sys.platform == "linux":
         # The lowest priority is not enough: the kernel would let this process finish its slice of some ms before a
-        # process that wakes up may run. A call has many wake-ups, and each would wait that long.
+        # process that wakes up may run. A call causes many wake-ups, and each of them would wait for such a slice to
+        # end.
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     else:
         os.nice(_LOWEST_PRIORITY)
 
 
 if __name__ == "__main__":
-    # Ctrl-C in a terminal reaches the whole group. Ignore it: the process that started this one ends it in order.
+    # Ctrl-C in a terminal reaches every process of the group. Ignore the signal, because the process that started this
+    # one ends this one in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     asyncio.run(_main())

@@ -1,5 +1,5 @@
-"""The attackers of the scenario *hostile*. Each attack goes on for the given time. If a router has ended all
-connections of an attack, the attack opens new ones."""
+"""The attackers of the scenario *hostile*. Each attack lasts for the given time. If a router has ended all connections
+of an attack, the attack opens new ones."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def description(attack: Attack, *, streams: int) -> str:
 class AttackOutcome:
     """What the attacker saw, over all its connections."""
 
-    # Calls by grpc-status.
+    # How many calls ended with each grpc-status.
     statuses: Counter[int] = field(default_factory=Counter[int])
-    # Calls by the error of the RST_STREAM that ended them.
+    # How many calls ended with each error of an RST_STREAM.
     resets: Counter[str] = field(default_factory=Counter[str])
     closed: int = 0
     calls: int = 0
-    # The attack with malformed bytes counts its connections by what they sent, and tells the seed of its
+    # For the attack with malformed bytes: how many connections sent each kind of bytes, and the seed of the attack's
     # random choices.
     sent: Counter[str] = field(default_factory=Counter[str])
     seed: int | None = None
@@ -97,7 +97,7 @@ class AttackOutcome:
             self.calls += one.calls_sent
 
     def to_json(self) -> str:
-        # dataclasses.asdict() breaks counters.
+        # dataclasses.asdict() does not work with a Counter.
         return json.dumps({one.name: getattr(self, one.name) for one in fields(self)})
 
     @classmethod

@@ -1,5 +1,5 @@
 """`python -m bench.caller`: enqueues, dequeues and acks job after job, for one org after the other, and writes down
-each call. It retries nothing, because the routers' answers are what is measured.
+each call. This process retries nothing, because the benchmark measures the routers' answers.
 
 The load is open: each turn has a planned time and begins then, even if earlier turns have not ended.
 """
@@ -45,7 +45,7 @@ class Caller:
         self._turns = asyncio.Semaphore(_TURNS_MAX)
 
     async def run(self) -> None:
-        """Makes calls until it is told to end. Turns under way end first."""
+        """Makes calls until it is told to end. Then waits for the turns that are under way."""
         for channel in self._channels:
             await channel.channel_ready()
         began_s = time.monotonic()

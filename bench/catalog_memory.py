@@ -1,6 +1,6 @@
-"""Measures what one router process remembers of a large cluster. First, its copy of the catalog: the memory, and the
-time to find where an org lives, by the number of pinned orgs. The copy contains no orgs that are not pinned. Second,
-the ids of the queues that the process has met. Starts nothing.
+"""Measures what one router process remembers of a large cluster. First, its copy of the catalog: how much memory the
+copy takes, and how long it takes to find where an org lives, for several numbers of pinned orgs. The copy contains no
+orgs that are not pinned. Second, the memory for the ids of the queues that the process has met. Starts nothing.
 
     .venv/bin/python -m bench.catalog_memory
 """

@@ -1,7 +1,7 @@
 """`python -m bench.client_process`: one client process.
 
-Reads orders from standard input, one JSON line each. Answers each order with a JSON line: its result or error, and when
-the order began and ended, by the machine's monotonic clock. Ends when its input ends.
+Reads orders from standard input, one JSON line each. Answers each order with a JSON line: the order's result or error,
+and when the order began and ended, by the machine's monotonic clock. Ends when its input ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WORKERS_UP_S = 1.0
 
 
 class Client:
-    """The part that one process plays in a run."""
+    """What one client process does in a run."""
 
     def __init__(self, system: System, tally: Tally) -> None:
         self._system = system
@@ -71,7 +71,8 @@ class Client:
         """Stores `rate` jobs a second, without waiting for earlier calls. Each job is stamped with the time at which it
         was due to be stored. Returns how many jobs were stored.
 
-        The process makes up for late calls. While it is `late_s_max` behind, it skips the calls that become due.
+        If calls are late, the process makes them as soon as it can. While it is at least `late_s_max` behind, it skips
+        the calls that become due.
         """
         pause_s = batch / rate
         began_s = time.monotonic()
@@ -106,8 +107,8 @@ class Client:
         return stored
 
     async def ping(self, *, jobs: int, seconds_max: float, pause_s: float) -> int:
-        """Stores jobs one by one: each after the job before has been taken, and a pause of `pause_s` on average.
-        Returns how many jobs were stored. Ends early after about `seconds_max`."""
+        """Stores jobs one by one. Before each job, waits until the job before it has been taken, and then pauses for
+        `pause_s` on average. Returns how many jobs were stored. Ends early after about `seconds_max`."""
         until_s = time.monotonic() + seconds_max
         for at in range(jobs):
             if time.monotonic() > until_s:
@@ -115,7 +116,8 @@ class Client:
             before = self._tally.taken
             await self._system.enqueue(stamped(1))
             await self._until(lambda: self._tally.taken > before, "1 more")  # noqa: B023 - ended before the next turn
-            # Pause for a random time, so that the jobs do not keep step with the system's polls.
+            # Pause for a random time. Otherwise the jobs might always come at the same moment between two polls of the
+            # system.
             await asyncio.sleep(pause_s * random.uniform(0.2, 1.8))
         return jobs
 
@@ -138,8 +140,8 @@ class Client:
                 raise error
 
     async def drain(self, *, total: int, batch: int, concurrency: int) -> float:
-        """Consumes until all clients together have finished `total` jobs, and goes on consuming. Returns the time at
-        which this client finished its last job."""
+        """Waits until all clients together have finished `total` jobs. Consumes during this time and afterwards.
+        Returns the time at which this client finished its last job."""
         await self.work(batch=batch, concurrency=concurrency)
         # Look rarely at first: each look wakes this process up, and the benchmark counts wake-ups.
         await self._until(lambda: self._tally.finished >= 0.9 * total, f"{total}", look_s=_LOOK_AFAR_S)
@@ -147,8 +149,8 @@ class Client:
         return self._finished_at_s
 
     async def live(self, *, jobs: int, total: int, batch: int, callers: int, concurrency: int) -> tuple[float, float]:
-        """Enqueues while workers, which started before, drain. Returns the times at which the first job was enqueued,
-        and at which the last job finished."""
+        """Enqueues while workers finish the jobs. The workers were started before. Returns the times at which the first
+        job was enqueued, and at which the last job finished."""
         async with asyncio.TaskGroup() as group:
             draining = group.create_task(self.drain(total=total, batch=batch, concurrency=concurrency))
             await asyncio.sleep(WORKERS_UP_S)
@@ -172,7 +174,8 @@ class Client:
         return None if first else time.monotonic()
 
     async def calm(self, *, seconds_max: float) -> int:
-        """Waits for the remaining jobs to finish, for at most `seconds_max`. Returns how many are left."""
+        """Waits for the remaining jobs to finish, for at most `seconds_max`. Returns how many jobs are still
+        unfinished."""
         until_s = time.monotonic() + seconds_max
         while (left := await self._system.left()) and time.monotonic() < until_s:
             self._sound()

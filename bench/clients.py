@@ -17,14 +17,14 @@ from proof.processes import end, start
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """Times by the machine's monotonic clock, and the result of the order."""
+    """The result of an order, and when the order began and ended, by the machine's monotonic clock."""
 
     began_s: float
     ended_s: float
     found: Any
 
 
-# How long an order may take beyond the time that it names.
+# How long an order may take in addition to the seconds that are in the order itself.
 _ORDER_S_MAX = 300.0
 
 

@@ -1,4 +1,4 @@
-"""How many jobs of a run travel together in one act or one message, and how often its processes wake up."""
+"""How many jobs of a run are together in one act or one message, and how often the processes of the run wake up."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Counts:
     """The counts of one figure of one run."""
 
     seconds: float
-    # Acts by the name of their statement. Empty for a peer, or if the server does not count statements.
+    # How many acts there were of each statement, by its name. Empty for a peer, or if the server does not count
+    # statements.
     acts: Mapping[str, Runs] = field(default_factory=dict[str, Runs])
     # The messages of the streams of all workers.
     messages: Messages = field(default_factory=Messages)
@@ -69,7 +70,7 @@ class Look:
     at_s: float
     acts: Mapping[str, Runs]
     messages: Messages
-    # By kind of process, then by thread.
+    # How often each thread has waited, by kind of process and then by thread.
     waits: Mapping[str, Mapping[int, int]]
 
     def since(self, before: Look) -> Counts:

@@ -49,7 +49,7 @@ def waits_of_trees(*groups: Collection[int]) -> list[dict[int, int]]:
 
 
 def of_machine() -> float:
-    """Returns the seconds for which the cores, taken together, were busy or taken away by the hypervisor."""
+    """Returns the seconds for which cores were busy or taken away by the hypervisor, added up over all cores."""
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(
         int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     )
@@ -70,8 +70,8 @@ def _ended(stat: list[str]) -> float:
 
 
 def _stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat from the third field on (see proc(5)), because the second may contain
-    blanks. Empty if the process has ended."""
+    """Returns the fields of /proc/PID/stat from the third field on (see proc(5)). The first two are left out, because
+    the second field may contain blanks. Empty if the process has ended."""
     # Not with Path: this function runs hundreds of times per measurement, and making a Path takes longer than the read.
     try:
         with open(f"/proc/{pid}/stat") as file:

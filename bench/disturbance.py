@@ -51,8 +51,8 @@ async def held_snapshot(dsns: Sequence[str]) -> AsyncGenerator[None, None]:
 
 @contextlib.asynccontextmanager
 async def readers(dsns: Sequence[str]) -> AsyncGenerator[None, None]:
-    """Runs four readers in each database. They read its hot tables from end to end once a second, for 20 s on one
-    snapshot."""
+    """Runs four readers in each database. Each reads all rows of the hot tables once a second, and takes a new snapshot
+    every 20 s."""
     async with background(*(_read(dsn, begin_s=at * _READ_S / _READERS) for dsn in dsns for at in range(_READERS))):
         yield
 
@@ -74,8 +74,8 @@ async def _read(dsn: str, *, begin_s: float) -> None:
 
 @contextlib.asynccontextmanager
 async def restarts(pids: Callable[[], Sequence[int]]) -> AsyncGenerator[None, None]:
-    """Restarts one router process after another, in an orderly way, again and again. Each has some seconds to start
-    before the next one ends."""
+    """Restarts one router process after another, in an orderly way, again and again. Each new process has some seconds
+    to start before the next old process ends."""
 
     async def restart() -> None:
         while True:
@@ -92,7 +92,7 @@ async def restarts(pids: Callable[[], Sequence[int]]) -> AsyncGenerator[None, No
 
 @dataclass(slots=True)
 class Archived:
-    """What the archiver has done. `archiver` runs its passes."""
+    """What the passes of an archiver have done. The function `archiver` runs the passes."""
 
     passes: list[Pass] = field(default_factory=list[Pass])
     # The time from the start of the first pass to the end of the last one.

@@ -37,7 +37,7 @@ FROM (SELECT (now() AT TIME ZONE 'UTC')::date - %s AS day) d
 
 def fill_day(dsn: str, *, org: str, queue: str, days_ago: int, retention: int, count: int) -> Day:
     """Inserts `count` jobs of an existing queue that finished `days_ago` days ago, and adds them to the books. Returns
-    the day as it will be when it has turned cold."""
+    the `Day` that describes this day when it has turned cold."""
     with psycopg.connect(dsn) as connection:
         ((queue_id,),) = connection.execute(
             "SELECT queue_id FROM windrow.queue WHERE org = %s AND queue = %s", [org, queue]

@@ -1,6 +1,6 @@
 """Counts the messages of this process's Consume streams, where gRPC encodes and decodes them.
 
-This works for the stubs and for windrow.Worker, without changes to either."""
+This works for the stubs and for windrow.Worker, without changes to them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Messages:
     """The messages that this process has received and sent."""
 
     received: int = 0
-    # The messages that brought jobs, and the number of these jobs.
+    # How many messages brought jobs, and how many jobs these messages brought.
     with_jobs: int = 0
     jobs: int = 0
     sent: int = 0
-    # The messages that carried acks, and the number of these acks.
+    # How many messages carried acks, and how many acks these messages carried.
     with_acks: int = 0
     acks: int = 0
 

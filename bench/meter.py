@@ -1,4 +1,4 @@
-"""Measures the cost of some work: CPU time of each sort of process, and how much the databases wrote."""
+"""Measures the cost of some work: the CPU time of each kind of process, and how much the databases wrote."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import psycopg
 
 from bench import cpu
 
-# After this time of idleness, a Postgres process has reported all of its counters. Before, it reports at most once a
-# second, and may leave counts out.
+# A Postgres process that has been idle for this long has reported all of its counters. Before that, it reports at most
+# once a second, and its newest counts may be missing.
 COUNTED_S = 11.0
 
 _COUNTS = """
@@ -30,7 +30,7 @@ WHERE d.datname = current_database()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """CPU seconds of all processes of a sort together."""
+    """For each kind of process, the CPU seconds of all its processes together."""
 
     # The time of the processes that only enqueue. A process that enqueues and works counts as a worker.
     producer_s: float
@@ -73,7 +73,7 @@ class Written:
 
     wal_bytes: int = 0
     commits: int = 0
-    # Dead row versions that need a vacuum: those that deletes, and updates that were not HOT, left.
+    # Dead row versions that need a vacuum. They were left by deletes, and by updates that were not HOT.
     dead_rows: int = 0
     # Dead row versions that HOT updates left. A later access to the page can remove them without a vacuum.
     dead_rows_hot: int = 0

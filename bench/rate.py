@@ -28,7 +28,7 @@ class Figure(StrEnum):
     ENQUEUE = "enqueue"
     # Finishes the jobs that were stored before the measurement.
     DRAIN = "drain"
-    # Enqueues and drains at the same time: from the first job stored to the last job finished.
+    # Enqueues and drains at the same time. The time is from the first stored job to the last finished job.
     LIFE = "whole life"
 
 
@@ -48,7 +48,7 @@ class Timed:
     figure: Figure
     jobs: int
     seconds: float
-    # CPU time spent during `wall_s`, which is a little longer than `seconds`: it includes preparation and end.
+    # CPU time spent during `wall_s`, which is a little longer than `seconds`: `wall_s` includes preparation and end.
     spent: Spent
     counts: Counts
     wall_s: float
@@ -95,8 +95,8 @@ class Turn:
         return self.producers is self.workers
 
     async def warmed(self, load: Load, seconds: float) -> tuple[int, int]:
-        """Warms the system up. Returns two numbers of jobs: those that it can fill or drain in about `seconds`, and
-        those that it can enqueue and drain at the same time in about `seconds`."""
+        """Warms the system up. Returns two numbers of jobs, each for about `seconds`: how many jobs the system can fill
+        or drain, and how many it can enqueue and drain at the same time."""
         found: list[int] = []
         for life in (False, True):
             jobs = _least(load.batch)
@@ -105,7 +105,7 @@ class Turn:
                     took_s = (await self.lived(load, jobs)).seconds
                 else:
                     filled, drained = await self.filled_and_drained(load, jobs)
-                    # The slower of the two decides how many jobs there are. If it took several times `seconds`, it
+                    # The slower of the two steps decides how many jobs a run has. A run of several times `seconds`
                     # would show nothing more.
                     took_s = max(filled.seconds, drained.seconds)
                 if took_s >= _WARM_SHARE * seconds or jobs >= _JOBS_MAX:
@@ -213,5 +213,5 @@ def _least(batch: int) -> int:
 
 
 def _rounded(jobs: float, batch: int) -> int:
-    """Rounds to whole batches, up to the most jobs that a run may have."""
+    """Rounds down to whole batches, and to at most the jobs that a run may have."""
     return max(batch, int(min(jobs, _JOBS_MAX)) // batch * batch)

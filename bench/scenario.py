@@ -49,7 +49,7 @@ class Bench:
         self.say(f"{load(system).title} is left out from here on: {error}")
 
     async def attempt(self, system: str, act: Callable[[], Awaitable[None]]) -> None:
-        """Acts, unless the system has failed before."""
+        """Calls `act`, unless the system has failed before."""
         if system in self.failed:
             return
         try:
@@ -69,7 +69,7 @@ class Bench:
                 await self.attempt(system, functools.partial(turn, system, run))
 
     def broken(self, scenario: str, why: str) -> None:
-        """Records that a check of a scenario failed, and so that its figures do not matter. The report and the exit
+        """Records that a check of a scenario failed. The scenario's figures then do not matter. The report and the exit
         code say so."""
         self.failed[f"scenario {scenario}"] = why
 
@@ -96,6 +96,6 @@ class Scenario:
     plan: Callable[[argparse.Namespace], Any]
     measure: Callable[[Any, Bench], Awaitable[Found]]
     # Makes the scenario's plan, or a tuple of several plans, for `./run bench` with these peers, and for `./run bench
-    # --quick`. None: the scenario is no part of that run.
+    # --quick`. None: that run does not have the scenario.
     full: Callable[[tuple[str, ...]], Any] | None
     quick: Callable[[], Any] | None

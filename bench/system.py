@@ -13,7 +13,7 @@ Finished = Callable[[int], None]
 
 
 class Wrong(Exception):
-    """The system did not do what it was asked, so its figures are worthless."""
+    """The system did not do what it was told to do, so its figures are worthless."""
 
 
 # The connections of a client process that uses the stubs. The kernel distributes them over the server's processes; a
@@ -29,11 +29,11 @@ class Site:
     address: str
     # The DSN of each shard's database, for Windrow's own role.
     dsns: Mapping[str, str]
-    # The DSN of a database for this system alone, on the first shard's server. Its role owns it.
+    # The DSN of a database for this system alone, on the first shard's server. The DSN's role owns this database.
     dsn: str
     # The folder in which peers are installed.
     cache: str
-    # The most calls of each sort (enqueue, work) that this client process has under way at the same time.
+    # The most calls of each kind (enqueue, work) that this client process has under way at the same time.
     callers: int
     # The most connections of this client process, if it uses gRPC. None: the stubs use CONNECTIONS, and windrow.Client
     # uses its default.
@@ -69,8 +69,8 @@ class System(Protocol):
         """Runs the system's own consumer, in its documented fast configuration, until it is cancelled.
 
         `batch`: how many jobs the consumer may fetch at once, if it has this option. `concurrency`: how many jobs, or
-        batches of jobs, it has under way. It calls `taken` for each job when the job's handler gets it, and `finished`
-        when it knows that jobs have finished."""
+        batches of jobs, the consumer has under way. The consumer calls `taken` for each job when the job's handler gets
+        it, and `finished` when it knows that jobs have finished."""
         ...
 
     async def left(self) -> int:

@@ -1,5 +1,6 @@
 """Counts how many jobs all client processes together have taken, and how many they have finished. Each process maps the
-same file, and counts in a place of its own. A reader adds the places up. No process waits for another."""
+same file into its memory, and counts at its own place in the file. A reader adds up all places. No process waits for
+another."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Windrow under faults: a cluster, producers and workers that record everything they see, faults drawn from a seed, and
-a checker that reads the records. Run it with `./run chaos`; see docs/chaos.md."""
+"""Windrow under faults: a cluster, producers and workers that record everything they see, faults that a seed chooses,
+and a checker that reads the records. Run it with `./run chaos`; see docs/chaos.md."""
 
 import os
 

@@ -125,7 +125,8 @@ def _judge(order: Order, told: Told, say: Callable[[str], None]) -> int:
 
 @contextlib.contextmanager
 def _screen() -> Generator[IO[str], None, None]:
-    """Yields standard error as it is now, for use after it is redirected."""
+    """Yields a copy of standard error. When standard error is redirected later, the copy still leads to the old
+    place."""
     with os.fdopen(os.dup(2), "w") as screen:
         yield screen
 

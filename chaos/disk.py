@@ -1,5 +1,5 @@
-"""A small disk that can be filled: a tmpfs in a mount namespace of this process, which disappears with the process.
-Needs Linux and root."""
+"""A small disk that can be filled: a tmpfs in a mount namespace of this process. The disk disappears when the process
+ends. Needs Linux and root."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class FakeTime:
             "LD_PRELOAD": str(self.library),
             "FAKETIME_TIMESTAMP_FILE": str(self.offset),
             "FAKETIME_CACHE_DURATION": "1",
-            # Leave the monotonic clock alone: no system sets it back.
+            # Do not change the monotonic clock, because no system sets it back.
             "DONT_FAKE_MONOTONIC": "1",
         }
 

@@ -24,7 +24,8 @@ class Second:
     acked: int = 0
     # How many calls were refused, or had no answer.
     failed: int = 0
-    # The pickup times of jobs that arrived in this second for the first time, and that had been due at once.
+    # The pickup times of the jobs that arrived in this second for the first time. Only jobs that were due at once
+    # count.
     pickups_s: Sequence[float] = ()
 
 
@@ -113,8 +114,8 @@ def _answered(of: str, calls: Iterable[tuple[str, bool]]) -> Mapping[str, int]:
 
 
 def restored(evidence: Evidence) -> Mapping[str, int]:
-    """Compares the restored backup with the replaced database. Counts what the backup lacked, grouped by what
-    happened to it afterwards. Empty if no backup was restored."""
+    """Compares the restored backup with the replaced database. Counts the jobs, ends of jobs and dedup keys that the
+    backup lacked, and what happened to these jobs afterwards. Empty if no backup was restored."""
     if evidence.restored is None:
         return {}
     backup = Backup(evidence)
@@ -152,7 +153,7 @@ class Moved:
     began_s: float
     # The time at which the target began to take the new jobs. None: never.
     switched_s: float | None = None
-    # The time at which the move of its last slot was finished. None: never.
+    # The time at which the last slot of this move was at rest. None: never.
     ended_s: float | None = None
 
 
@@ -182,8 +183,8 @@ def chunks(evidence: Evidence) -> int:
 
 
 def holdings(evidence: Evidence) -> list[tuple[float, Mapping[str, int], int]]:
-    """Returns for each change of placements its time, and the state after it: the number of slots whose new jobs each
-    shard takes, and the number of slots that are moving."""
+    """Returns for each change of placements: the time of the change; the number of slots whose new jobs each shard
+    takes after the change; and the number of slots that are then moving."""
     known: dict[int, Placed] = {}
     writes: Counter[str] = Counter()
     moving = 0
@@ -223,7 +224,7 @@ def unavailable_s(told: Told) -> Mapping[str, float]:
 
 
 def _had(evidence: Evidence) -> Iterator[tuple[float, str, bool]]:
-    """Yields the times at which a shard got slots after it had none, or lost its last slot."""
+    """Yields the times at which a shard without slots got slots, or a shard lost its last slot."""
     had: set[str] = set()
     for at_s, slots, _ in holdings(evidence):
         has = {shard for shard, count in slots.items() if count}
@@ -241,8 +242,8 @@ def _acknowledged(evidence: Evidence) -> Iterator[tuple[float, str, bool]]:
         if call.verb is Verb.ENQUEUE and call.outcome is Outcome.OK and call.ended_s is not None:
             by_hash = slot_of(OrgId(call.org))
             for slot in (evidence.pins.get(call.org, by_hash), by_hash):
-                # The org may have been pinned, and so have got a slot of its own, after this call: then its hash slot
-                # counts.
+                # If the org was pinned after this call, it got a slot of its own only then. For this call, its hash
+                # slot counts.
                 at = bisect_right(by_slot[slot], call.ended_s, key=lambda now: now.at_s)
                 if at:
                     yield call.ended_s, by_slot[slot][at - 1].writes[0], True

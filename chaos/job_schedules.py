@@ -1,8 +1,8 @@
 """The schedules of a run, and the operators who pause, resume, trigger, alter and backfill them while they fire.
 
-Schedules are created with an end, at which the faults end too. No call ends them, because it could drop instants that
-are due but not decided yet. Each call of an operator is repeated until it is answered, and each try is recorded: the
-checker must know which tries were not answered, because routers may execute them later.
+Schedules are created with an end, at which the faults end too. No call ends them, because such a call could drop
+instants that are due but not decided yet. Each call of an operator is repeated until it is answered, and each try is
+recorded: the checker must know which tries were not answered, because routers may execute them later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from proof.history import payload_of
 from windrow.v1 import job_pb2, schedules_pb2, schedules_pb2_grpc
 
 _SCHEDULES = 24
-# Schedules are created at random times in this first part of a run, so that some are created under faults.
+# Schedules are created at random times in this first share of a run, so that some are created under faults.
 _PART = 0.6
 _EVERY_S = (1, 2, 3, 5)
 _CHANNELS = 3
@@ -81,7 +81,7 @@ class JobSchedules:
 async def open_schedules(
     address: str, orgs: Sequence[str], dsns: Sequence[str], *, seed: int, seconds: float, steady: int
 ) -> AsyncGenerator[JobSchedules, None]:
-    """Yields the schedules of a run. `steady`: how many more schedules there are that nobody changes; they are created
+    """Yields the schedules of a run. `steady`: the number of further schedules, which nobody changes; these are created
     first. `seconds`: how long all schedules run after that. `dsns`: the DSNs of the shards' databases."""
     luck = random.Random(f"{seed}/schedules")
     async with AsyncExitStack() as stack:
@@ -110,7 +110,7 @@ async def open_schedules(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Drawn:
-    """The terms of a schedule, as the checker has them and as the fields of a request."""
+    """The settings of a schedule, in two forms: as the checker has them, and as the fields of a request."""
 
     terms: Terms
     spec: schedules_pb2.ScheduleSpec

@@ -2,7 +2,7 @@
 run.
 
 Each call is repeated until it is answered, and each try is recorded: the checker must know which tries were not
-answered, because routers may execute them later. Operators leave the producers' workflows alone.
+answered, because routers may execute them later. Operators do not change the producers' workflows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHANNELS = 3
 # The longest time for which a workflow runs before an operator changes it, and how long a pause lasts.
 _RUNS_S_MAX = 2.0
 _PAUSED_S = (0.5, 5.0)
-# For how long a retry is repeated. Routers refuse it while a job of the cancelled workflow is live.
+# For how long a retry is repeated. Routers refuse a retry while a job of the cancelled workflow is live.
 _RETRY_S_MAX = 15.0
 # How long it may take to end the last pauses, after all faults are healed.
 _RESUME_S_MAX = 60.0

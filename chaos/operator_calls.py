@@ -40,8 +40,8 @@ class OperatorCalls(Generic[_Stub]):
         *,
         until_s: float | None = None,
     ) -> Any:
-        """Returns the answer. Returns None if there was no answer until `until_s`, which is the end of the operator's
-        time by default. `record` gets the beginning, the end and the answer of each try that a router may have
+        """Returns the answer. Returns None if there was no answer until `until_s`. By default this is the end of the
+        operator's time. `record` gets the beginning, the end and the answer of each try that a router may have
         executed."""
         while True:
             began_us = now_us()
@@ -62,7 +62,7 @@ class OperatorCalls(Generic[_Stub]):
 
 async def is_created(creating: Awaitable[object]) -> bool:
     """Returns whether a router says that the thing exists. Pauses after a failure. Raises AioRpcError if the request is
-    not valid: to repeat it would be of no use, and the run would have less load than its report says."""
+    not valid. It would be useless to repeat such a request, and the run would have less load than its report says."""
     try:
         await creating
     except grpc.aio.AioRpcError as error:

@@ -41,14 +41,14 @@ _SAY_EVERY_S = 5.0
 _LOOK_S = 0.2
 # Do not count more often, because each count connects to every shard.
 _COUNT_S = 0.5
-# The time that an idle machine may need in addition to the sweep, to reconnect and to restart clients.
+# The time that an idle machine may need, in addition to the interval of sweeps, to reconnect and to restart clients.
 _SLACK_S = 7.0
-# The bounds of answers and deliveries grow by the longest stall of this process times this number: other processes
-# stall too.
+# The bounds for answers and deliveries grow by the longest stall of this process times this number, because other
+# processes stall too.
 _STALLS = 3.0
 _DRAIN_S_MAX = 300.0
 _STUCK_S_MAX = 30.0
-# How long moves may take after all faults are over. Several thousand slots have to go back, and a move that could not
+# How long moves may take after all faults are over. Several thousand slots have to move back, and a move that could not
 # continue pauses for half a minute.
 _REST_S_MAX = 180.0
 _REST_LOOK_S = 1.0
@@ -70,9 +70,9 @@ class Order:
     out: Path
     faults: Sequence[str] = tuple(FAULTS)
     cast: Cast = field(default_factory=Cast)
-    # How much memory a router process may have resident; None: no bound is checked.
+    # The largest resident memory that a router process may have. None: this is not checked.
     router_bytes_max: int | None = None
-    # How many schedules there are in addition that nobody changes.
+    # How many further schedules there are, which nobody changes.
     steady_schedules: int = 0
 
 
@@ -86,7 +86,7 @@ class Strike:
     healed_s: float
     # Why the fault did not work as planned. Empty: it did.
     trouble: str = ""
-    # The orgs that it affected, if it affects only some orgs.
+    # The orgs that the fault affected, if it affects only some orgs.
     orgs: Sequence[str] = ()
     # Whether nothing else was done to the cluster during the fault.
     alone: bool = False
@@ -98,7 +98,7 @@ class Told:
 
     evidence: Evidence
     strikes: Sequence[Strike]
-    # Counts of the faults that were drawn but not run, by fault and reason.
+    # Counts of the faults that were planned but not run, by fault and reason.
     skipped: Counter[tuple[str, str]]
     # Targets and slots that did not recover.
     unhealed: Sequence[Violation]
@@ -249,8 +249,8 @@ def _by_org(rows: Iterable[Row], seen: History) -> dict[str, list[str]]:
 
 
 def planned(order: Order) -> list[Planned]:
-    """Draws the schedule. Changes are drawn independently of the faults: they harm nothing, so any number of them may
-    be under way."""
+    """Returns a random schedule. It has changes at any time, independently of the faults: changes harm nothing, so any
+    number of them may be under way."""
     faults = [kind for kind in kinds(order) if kind.name not in CHANGES]
     changes = [kind for kind in kinds(order) if kind.name in CHANGES]
     return [
@@ -260,7 +260,7 @@ def planned(order: Order) -> list[Planned]:
 
 
 def kinds(order: Order) -> list[Kind]:
-    """Returns the kinds that may be drawn. They are the same on every machine, so that a seed always gives the same
+    """Returns the kinds that may be chosen. They are the same on every machine, so that a seed always gives the same
     schedule."""
     chosen = [FAULTS[name] for name in order.faults if FAULTS[name].drawn]
     return [
@@ -306,7 +306,8 @@ class _Striker:
             self._busy.discard(planned.target)
 
     async def run_alone(self) -> None:
-        """Runs the faults that have `alone`, one after another: the checker knows what clients may notice of each."""
+        """Runs the faults with `alone` set, one after another. The checker knows which effects of each of them clients
+        may notice."""
         # Keep the order of FAULTS, not the order of the command line.
         alone = [kind for kind in FAULTS.values() if kind.alone and kind.name in self._order.faults]
         for number, kind in enumerate(alone, 1):
@@ -330,7 +331,7 @@ class _Striker:
             self._stage.say(f"{planned.fault} {planned.target}, for {planned.duration_s:.1f} s")
             await asyncio.sleep(planned.duration_s)
         except (psycopg.Error, psutil.Error, EmbeddedError, ShardError, OSError) as error:
-            # Other faults are active at the same time, and may make this one impossible. TimeoutError is an OSError.
+            # Other faults are active at the same time, and may make this fault impossible. TimeoutError is an OSError.
             trouble = f"{type(error).__name__}: {error}"
         finally:
             # Heal the fault even if the run is stopped: nothing may stay frozen.
@@ -399,7 +400,8 @@ async def _until_still(stage: Stage, count: Callable[[Iterable[Shard]], int]) ->
 
 @contextlib.asynccontextmanager
 async def _telling(stage: Stage, order: Order, say: Callable[[str], None]) -> AsyncGenerator[list[float], None]:
-    """Reports the progress during this scope. Yields a list, to which it adds for how long this process has stalled."""
+    """Reports the progress during this scope. Yields a list, to which it adds the length of each stall of this
+    process."""
     stalls: list[float] = []
 
     async def watch() -> None:

@@ -1,7 +1,7 @@
-"""Draws the faults with their targets and times, from a seed alone. Pure.
+"""Chooses the faults with their targets and times at random, from a seed alone. Pure.
 
-A part of the cluster always works: if there are several targets of a sort, at least one of them has no fault. A target
-has one fault at a time, and a pause after each fault.
+Some of the cluster always works: if there are several targets of the same kind, at least one of them has no fault. A
+target has one fault at a time, and a pause after each fault.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DRAWS_MAX = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A fault that may be drawn. `seconds`: the shortest and the longest time for which it lasts."""
+    """A fault that may be chosen. `seconds`: the shortest and the longest time for which it lasts."""
 
     name: str
     targets: Sequence[str]
@@ -45,10 +45,10 @@ class Planned:
 
 
 def plan(kinds: Sequence[Kind], *, seed: str, seconds: float) -> list[Planned]:
-    """Draws faults, in the order of their starts. All faults end within `seconds`."""
+    """Returns faults that are chosen at random, in the order of their starts. All faults end within `seconds`."""
     luck = random.Random(seed)
     usable = [kind for kind in kinds if kind.targets]
-    # How many targets of each sort there are, over all faults.
+    # How many targets of each kind of process there are, over all faults.
     sorts = Counter(_sort(target) for target in {target for kind in usable for target in kind.targets})
     planned: list[Planned] = []
     at_s = 0.0
@@ -57,7 +57,7 @@ def plan(kinds: Sequence[Kind], *, seed: str, seconds: float) -> list[Planned]:
         if at_s >= seconds:
             break
         for _ in range(_DRAWS_MAX):
-            # Draw the same number of values each time, even if some are not used.
+            # Take the same number of random values each time, even if some are not used.
             (kind,) = luck.choices(usable, [kind.weight for kind in usable])
             target, duration_s = luck.choice(kind.targets), luck.uniform(*kind.seconds)
             one = Planned(number=len(planned) + 1, fault=kind.name, target=target, start_s=at_s, duration_s=duration_s)
@@ -78,5 +78,5 @@ def _bearable(one: Planned, planned: Sequence[Planned], sorts: Counter[str]) -> 
 
 
 def _sort(target: str) -> str:
-    """Returns the sort of a target: worker-3-poller → worker, s2 → s."""
+    """Returns the kind of process of a target: worker-3-poller → worker, s2 → s."""
     return target.partition("-")[0].rstrip("0123456789")

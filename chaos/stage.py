@@ -30,13 +30,13 @@ _CONNECTIONS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cast:
-    """How many processes of each sort a run has."""
+    """How many processes of each kind a run has."""
 
     shards: int = 3
     # Whether the first shard has a synchronous standby.
     replicated: bool = True
     routers: int = 3
-    # Only one of them leads.
+    # Only one balancer leads.
     balancers: int = 2
     producers: int = 2
     # The module in chaos/clients of each worker.
@@ -106,8 +106,8 @@ async def open_stage(
             rest=f"[router]\nconnections_per_shard = {_CONNECTIONS}\ndrain_seconds = {_DRAIN_S}\n",
         )
         file.save()
-        # Make the tables now, because the journal needs them. A router may say that it is ready before it has made
-        # them.
+        # Make the tables now, because the journal needs them. A router may print that it is ready before it has made
+        # the tables.
         await finish(await start("cli.main", "migrate", "--config", str(file.path), stdout=DEVNULL))
         say("starting routers and balancers")
         clock = FakeTime.found(scratch)
@@ -147,14 +147,14 @@ async def open_stage(
 def _hurry(routers: Supervisor, balancers: Balancers) -> None:
     routers.reload()
     for pid in balancers.pids:
-        # A process that is still starting will read the file anyway.
+        # A process that has no handler yet is still starting, and will read the file anyway.
         if _catches_hangup(pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGHUP)
 
 
 def _catches_hangup(pid: int) -> bool:
-    """Returns whether the process has a handler for SIGHUP. Without one, the signal would end it."""
+    """Returns whether the process has a handler for SIGHUP. Without a handler, the signal would end the process."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):

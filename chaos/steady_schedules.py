@@ -52,8 +52,8 @@ class SteadySchedules:
         assert sum(count for ((count,),) in stored) == self._count, stored
 
     async def set_end(self, end_s: int) -> None:
-        """Lets all schedules end at this time of the system's clock. Their end is known only now, because nobody knows
-        how long it takes to create them."""
+        """Lets all schedules end at this time of the system's clock. `create` cannot set the end, because nobody knows
+        before how long it takes to create the schedules."""
         for dsn in self._dsns:
             await asyncio.to_thread(ask, dsn, _ending(end_s))
         self._end_s = end_s

@@ -51,7 +51,7 @@ METHODS = {f"{service.full_name}/{method.name}": method for service in SERVICES 
 IN_ORG = [scope.value for scope in Scope if scope is not Scope.CLUSTER]
 ALL = [scope.value for scope in Scope]
 # Routers change these tables by themselves. Among them are the audit log of what callers may do, counts of jobs, and
-# the consumers that routers have seen. Routers also fold the tally, but its sums stay.
+# the consumers that routers have seen. Routers also add up rows of the tally, which does not change its sums.
 _VOLATILE = ("mark", "shard", "audit", "org_figures", "org_figures_counted", "consumer_seen")
 # These tables have a row for each slot.
 _LARGE = {"placement", "owned_slot"}
@@ -63,7 +63,7 @@ WHERE relnamespace = 'windrow'::regnamespace AND relkind IN ('r', 'p') AND NOT r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """An org, and things of it that a caller may name."""
+    """An org, and the things of this org that a caller may name."""
 
     org: str
     queue: str = QUEUE
@@ -73,14 +73,14 @@ class Target:
     finished: str = field(default_factory=job_id)
     lease: bytes = b""
     dedup_key: str = "once"
-    # The page tokens of a ListJobs and of a ListQueues.
+    # The page tokens of a ListJobs call and of a ListQueues call.
     page_token: str = ""
     queue_page_token: str = ""
-    # A schedule, and the page token of a ListSchedules.
+    # A schedule, and the page token of a ListSchedules call.
     schedule: str = "daily"
     schedule_page_token: str = ""
-    # A workflow whose node "second" waits for "first", the lease of the job of "first", and the page tokens of
-    # its nodes and of a ListWorkflows.
+    # A workflow whose node "second" waits for "first", the lease of the job of "first", and two page tokens: of a list
+    # of the workflow's nodes, and of a ListWorkflows call.
     workflow: str = field(default_factory=job_id)
     cancelled_workflow: str = field(default_factory=job_id)
     node_lease: bytes = b""
@@ -88,7 +88,7 @@ class Target:
     workflow_page_token: str = ""
 
     def told_to(self, org: str) -> Target:
-        """Returns the same things with another org, whose caller then names things that are not its own."""
+        """Returns the same things with another org. A caller of that org then names things that are not its own."""
         return replace(self, org=org)
 
 
@@ -259,7 +259,7 @@ class Secured:
 
     def rows(self) -> dict[tuple[str, str], list[str]]:
         """Returns all rows of all tables, by shard and table. Rows of partitions are with their table. For a large
-        table it returns a hash of the rows, because this is called hundreds of times."""
+        table, returns only a hash of the rows, because tests call this function hundreds of times."""
         rows: dict[tuple[str, str], list[str]] = {}
         for shard, database in self._shards.items():
             for (table,) in database.execute(_TABLES).fetchall():
@@ -287,7 +287,8 @@ def open_secured(routers: Routers, dsns: Mapping[str, str]) -> Generator[Secured
 
 
 def id_of(key: str) -> str:
-    """Returns what operators call a key: the part before its secret, which may have a _ too."""
+    """Returns the id by which operators name a key: the text before the key's secret. The secret may contain a _
+    too."""
     return "_".join(key.split("_")[:2])
 
 
@@ -326,7 +327,8 @@ def refusal(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A way to be refused. `metadata` returns the metadata of a call for an org, whose method needs a scope or none."""
+    """A way in which a caller is refused. `metadata` returns the metadata of a call, for the org of the call and the
+    scope that its method needs, if any."""
 
     what: str
     metadata: Callable[[Secured, str, Scope | None], Metadata]

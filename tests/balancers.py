@@ -45,7 +45,7 @@ class Field:
     _known: Catalog | None = None
 
     def write(self, more: str = "", **shards: Mapping[str, object]) -> Cluster:
-        """Writes a file that names these shards, each with its settings. The DSNs are in files of their own."""
+        """Writes a file that names these shards, each with its settings. Each DSN is in a file of its own."""
         text = f'[cluster]\nname = "{CLUSTER}"\n'
         for name, keys in shards.items():
             text += f"\n[[shard]]\nname = '{name}'\n"
@@ -69,7 +69,7 @@ class Field:
         return self._known
 
     async def slots(self) -> Counter[str]:
-        """Returns the number of slots that are at rest on each shard. Slots that move are counted as "moving"."""
+        """Returns the number of slots that are at rest on each shard. Slots that move have the key "moving"."""
         slots = (await self.known()).slots[:SLOTS]
         # Slots that changed together share one placement object, so there are few objects to look at.
         placements = {id(one): one for one in slots}
@@ -144,7 +144,7 @@ async def open_field(folder: Path, first_dsn: str, postgres: Server, *others: st
 
 
 async def until(look: Callable[[], Awaitable[T]], holds: Callable[[T], object]) -> T:
-    """Looks until the condition holds for what was found. Returns what was found."""
+    """Looks again and again, until the condition holds for the result of the look. Returns this result."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             seen = await look()

@@ -5,8 +5,8 @@ program: they have its name after "-m" in a command. A test file also depends on
 one of its fixtures. A file that is not Python touches the modules that name the file or a folder that contains it.
 Modules name an SQL statement by its constant, and a page by its path. The distance is the number of such steps.
 
-Almost everything touches the tests in tests/e2e and tests/fault: they run whole programs, and take long. They are
-chosen only if the change is in tests/, proof/, chaos/ or bench/, and reaches them through modules of these folders.
+Almost every change touches the tests in tests/e2e and tests/fault: these tests run whole programs, and take long. They
+are chosen only if the change is in tests/, proof/, chaos/ or bench/, and reaches them through modules of these folders.
 """
 
 import ast
@@ -34,7 +34,7 @@ FAR = ("tests/e2e/", "tests/fault/")
 PROVING = ("tests", "proof", "chaos", "bench")
 # The assumed time of a file that has never run here.
 SECONDS_UNKNOWN = 4.0
-# With the start of the workers, a run takes two minutes.
+# The seconds for the tests that are chosen. With the start of the workers, a run takes two minutes.
 BUDGET_S = 90.0
 
 
@@ -42,7 +42,7 @@ BUDGET_S = 90.0
 class Choice:
     changed: list[str]
     files: list[str]
-    # The number of files that are touched too, but for which the time does not suffice.
+    # How many more test files the change touches; there is no time to run these.
     left_out: int
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ def within(distances: Mapping[str, int], seconds: Mapping[str, float], *, budget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A Python file: the names and texts in it that show what it depends on."""
+    """A Python file: its names and texts that show on which files it depends."""
 
     path: str
     strings: frozenset[str]
@@ -125,7 +125,7 @@ class Repository:
         return steps
 
     def modules_of(self, file: str) -> set[str]:
-        """The modules that a change of this file changes."""
+        """Returns the modules that count as changed if this file has changed."""
         path = PurePosixPath(file)
         if path.suffix == ".py":
             return {module_of(file)}

@@ -19,7 +19,7 @@ from tests.routers import PATIENCE_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """One span, and which service sent it."""
+    """One span, and the service that sent it."""
 
     service: str
     span: Span

@@ -1,4 +1,4 @@
-"""Runs `windrow` in the test's process: to start a process for each of a hundred commands would be slow."""
+"""Runs `windrow` in the test's process, because a process for each of a hundred commands would be slow."""
 
 from __future__ import annotations
 

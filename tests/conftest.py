@@ -39,8 +39,8 @@ from tests.effort import SEED, THOROUGH, TURN, TURNS, waiting
 from tests.memory import use_memory
 from tests.postgres import EMPTY, SPARE, Server, hash_once, open_server
 
-# Set this before gRPC is imported: as root, servers are started by a fork, and gRPC's fork handlers may crash the
-# child.
+# Set this before gRPC is imported. If the tests run as root, this process forks to start servers, and gRPC's fork
+# handlers may crash the child.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 use_memory()
 # A shell makes background processes ignore Ctrl-C, and every process that the tests start would inherit that.
@@ -54,7 +54,7 @@ _FOUNDED = "founded"
 _COLLECTING = "WINDROW_TEST_COLLECTING"
 _numbers = itertools.count(1)
 
-# Examples use a database, so their duration means nothing.
+# The examples that Hypothesis generates use a database, so their duration and size mean nothing.
 _QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large)
 settings.register_profile("usual", deadline=None, print_blob=True, suppress_health_check=_QUIET)
 settings.register_profile("thorough", settings.get_profile("usual"), max_examples=1500)
@@ -104,8 +104,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    """Leaves the modules and the collected tests out of all later garbage collections: they stay to the end. Makes
-    collections rare: with the usual thresholds they took a fifteenth of the workers' time, and found little."""
+    """Leaves the modules and the collected tests out of all later garbage collections, because they are needed to the
+    end. Makes collections rare: with the usual thresholds, collections took a fifteenth of the workers' time, and found
+    little."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
@@ -170,8 +171,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Remembers how long each file took; but not in a run without workers, which may have run only some tests of a
-    file."""
+    """Remembers how long each file took. Does nothing in a run without workers, because such a run may have run only
+    some tests of a file."""
     options = session.config.option
     if options.dist != "no" and not hasattr(session.config, "workerinput") and not THOROUGH and not options.keyword:
         remember(_took_s)
@@ -180,7 +181,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    # With parallel tests this text goes to another process as UTF-8, which must not contain half a character.
+    # If tests run in parallel, this text is sent to another process as UTF-8. UTF-8 cannot contain half of a surrogate
+    # pair.
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
 

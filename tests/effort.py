@@ -1,10 +1,10 @@
-"""How hard the tests try.
+"""How many examples the tests try, and which tests take turns.
 
-By default a test does as many trials as have found mistakes before, so that the whole suite stays fast. With
-WINDROW_THOROUGH=1 (`./run test --thorough`) it does many more. WINDROW_SEED varies what is drawn at random; a failed
-test that runs again with the same seed draws the same values.
+By default a test does only as many trials as were enough to find earlier mistakes, so that the whole suite stays fast.
+With WINDROW_THOROUGH=1 (`./run test --thorough`) a test does many more. WINDROW_SEED changes the random values; a
+failed test that runs again with the same seed gets the same values.
 
-Some tests take turns: a run of all tests has only a part of them, which WINDROW_TEST_TURN chooses. These are the tests
+Some tests take turns: a run of all tests has only some of these, which WINDROW_TEST_TURN chooses. These are the tests
 with the mark `turns`, and those of TURNS.
 """
 
@@ -33,13 +33,13 @@ def trials(usual: int, *, thorough: int) -> int:
 
 
 def waiting(tests: Iterable[int | None], turn: int) -> set[int]:
-    """Returns the positions of the tests whose turn comes at another time. `tests`: for each test a number n, if it is
-    one of those of which one in n runs at a time; None: it always runs. Tests that follow each other have different
-    turns, so the tests of a file are spread."""
+    """Returns the positions of the tests that do not run in this turn. `tests`: for each test, None if it always runs,
+    or a number n: of the tests with this n, one in n runs in each turn. Tests that follow each other have different
+    turns, so the tests of a file are spread over the turns."""
     numbers: dict[int, Iterator[int]] = defaultdict(itertools.count)
     return {place for place, n in enumerate(tests) if n is not None and (next(numbers[n]) + turn) % n}
 
 
 def luck_of(name: str) -> random.Random:
-    """Returns a generator of random numbers for one test. It draws the same numbers for the same seed and name."""
+    """Returns a generator of random numbers for one test. The same seed and name always give the same numbers."""
     return random.Random(f"{SEED}{name}")

@@ -1,4 +1,5 @@
-"""The parts of docs/clients.md for each language: commands that build a client, the command that runs it, and code.
+"""The parts of docs/clients.md for each language: commands that build a client, the command that runs this client, and
+code.
 
 The commands run unchanged in an empty folder, with WINDROW as the page says. If no protoc is installed, the protoc of
 grpcio-tools takes its place, as the page allows for some languages.
@@ -29,7 +30,7 @@ class ToolMissing(Exception):
 
 
 class BuildFailed(Exception):
-    """A command of the page failed; the message has its output."""
+    """A command of the page failed. The message of this error has the command's output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

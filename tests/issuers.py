@@ -84,7 +84,8 @@ def forged(header: Mapping[str, Any], payload: bytes, signature: bytes) -> str:
 
 
 def hmac_signed(secret: bytes, header: Mapping[str, Any]) -> str:
-    """Returns a token that is signed by HMAC. Its secret is the text of a public key, which everybody knows."""
+    """Returns a token that is signed by HMAC. The secret for the signature is the text of a public key, which everybody
+    knows."""
     signing_input = forged(header, json.dumps(claims()).encode(), b"").rstrip(".")
     signature = hmac.new(secret, signing_input.encode(), hashlib.sha256).digest()
     return f"{signing_input}.{base64.urlsafe_b64encode(signature).rstrip(b'=').decode()}"
@@ -163,7 +164,7 @@ def key_server(tls: ssl.SSLContext | None = None) -> Generator[KeyServer, None, 
 
 
 class FixedSource:
-    """A source of keys that returns or raises `answer`, at once or as soon as `open` is set."""
+    """A source of keys that returns `answer`, or raises it if it is an error: at once, or as soon as `open` is set."""
 
     place = "https://id.example.com/keys"
 

@@ -92,7 +92,7 @@ def ids_of(jobs: NewJobs) -> list[JobId]:
 
 
 async def at_once(*calls: Awaitable[T]) -> list[T]:
-    """Makes several calls in one event loop iteration: calls of one store and one kind share a statement."""
+    """Makes several calls in one event loop iteration, so that calls of one store and one kind share a statement."""
     return await asyncio.gather(*calls)
 
 

@@ -1,8 +1,8 @@
-"""Servers that live as long as a test keep their data in memory, if this machine has room for it.
+"""Servers that are needed only for one test keep their data in memory, if this machine has room for the data.
 
 A database is about 400 files. A file system on a disk may take half a millisecond of CPU to make a file. For example,
-ext4 without a journal does, which many virtual machines have. In a whole run this adds up to minutes, and no test is
-about disks.
+ext4 without a journal takes so long, and many virtual machines use it. In a whole run these times add up to minutes,
+and no test is about disks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ROOM_BYTES = 6 << 30
 
 def use_memory(environ: MutableMapping[str, str] = os.environ) -> None:
     """Makes ephemeral clusters use memory, in this process and in those that it starts. `tmp_path` stays on the disk,
-    because it survives the tests. Does nothing if TMPDIR is set."""
+    because pytest keeps these folders after the tests. Does nothing if TMPDIR is set."""
     if "TMPDIR" in environ or not _has_room(_MEMORY):
         return
     environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())

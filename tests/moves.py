@@ -20,7 +20,7 @@ _PACE = Pace(rest=0.0, poll_s=0.02)
 
 
 class Shards:
-    """Runs acts on the databases of a cluster. Connects anew for each act."""
+    """Runs acts on the databases of a cluster. Opens a new connection for each act."""
 
     def __init__(self, dsns: Mapping[str, str]) -> None:
         self._dsns = dsns
@@ -63,8 +63,8 @@ def open_shards(dsns: Mapping[str, str]) -> Generator[Shards, None, None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moving:
-    """An org's slot on its way to `target`. Each method is the work of one balancer, which then ends. The catalog is on
-    s1."""
+    """An org's slot on its way to `target`. Each method does what one balancer would do, which then ends. The catalog
+    is on s1."""
 
     shards: Shards
     slot: Slot

@@ -22,7 +22,7 @@ from tests.conftest import CLUSTER, SHARD
 from tests.effort import trials
 
 A, B = SHARD, ShardName("s2")
-# Small chunks without pauses: many steps in a short time.
+# Chunks are small and there are no pauses, so that a move has many steps in a short time.
 PACE = Pace(rows_max=4, rest=0.0, poll_s=0.01)
 
 
@@ -119,8 +119,8 @@ class Fate:
     before the balancer knows of it. "cancelled": during the act. "cut": the balancer loses its connections to the
     database, which it may survive.
 
-    A statement that only reads counts as an act only for a cut. If a balancer dies at a read, the databases are the
-    same as if it died before its next change."""
+    A statement that only reads counts as an act only if `how` is "cut". If a balancer dies at a read, the databases are
+    the same as if it died before its next change."""
 
     at: int
     how: str
@@ -213,7 +213,8 @@ def leave() -> None:
 
 @contextlib.asynccontextmanager
 async def mortal_mover(pair: Pair, move: Move, fate: Fate) -> AsyncGenerator[Mover, None]:
-    """Yields the mover of a balancer that has this fate. It shares nothing with the pair, like a process of its own."""
+    """Yields the mover of a balancer that has this fate. The mover shares nothing with the pair, as if it was a process
+    of its own."""
     catalog_database = Mortal(A, pair.dsns[A], fate)
     shards = {name: Mortal(name, dsn, fate) for name, dsn in pair.dsns.items()}
     databases = [catalog_database, *shards.values()]

@@ -1,7 +1,7 @@
 """A shard whose Postgres servers are managed by Patroni: one etcd and three members on loopback, with the configuration
 of deploy/patroni. Owns their processes and folders.
 
-Patroni and etcd end with this process, even if it is killed; Postgres ends by a watcher.
+When this process ends, even by a kill, Patroni and etcd end too, and a watcher ends Postgres.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Member:
             return False
 
     def dcs_last_seen(self) -> int:
-        """Returns the time at which its Patroni began its last cycle, in seconds since 1970."""
+        """Returns the time at which this member's Patroni began its last cycle, in seconds since 1970."""
         with urllib.request.urlopen(f"http://{HOST}:{self.rest}/patroni", timeout=_ANSWER_S_MAX) as answer:
             return int(json.load(answer)["dcs_last_seen"])
 
@@ -117,18 +117,18 @@ class Member:
         return False
 
     def guard(self) -> int | None:
-        """Lets the watcher end this member's Postgres, if it runs, with the tests. Returns the postmaster's pid."""
+        """If this member's Postgres runs, makes the watcher end it when the tests end. Returns the postmaster's pid."""
         running = read_postmaster(self.data)
         pid = None if running is None else running.pid
         self.watcher.guard(pid)
         return pid
 
     def processes(self) -> list[psutil.Process]:
-        """The processes of its Postgres, the postmaster first."""
+        """Returns the processes of this member's Postgres, the postmaster first."""
         return family(self.guard())
 
     def kill_postgres(self) -> None:
-        """Kills all of its processes: none finishes what it was about to do."""
+        """Kills all processes of this member's Postgres, so that none of them finishes its work."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -187,7 +187,7 @@ class PatroniShard:
         return any(member.is_("leader") for member in self.members if member is not other_than)
 
     def is_whole(self) -> bool:
-        """Whether every member runs, and every standby has all WAL but the last megabyte at most."""
+        """Returns whether every member runs, and whether every standby lacks at most the last megabyte of the WAL."""
         for member in self.members:
             member.guard()
         caught_up = (
@@ -203,7 +203,7 @@ class PatroniShard:
         return streaming == expected and synchronous > 0 and any(member.is_("sync") for member in self.members)
 
     def logs(self) -> str:
-        """The ends of all logs, for a test that fails."""
+        """Returns the ends of all logs, for a test that fails."""
         return "\n".join(
             f"{one.log}:\n" + "\n".join(one.log.read_text().splitlines()[-30:])
             for one in (self.etcd, *(member.patroni for member in self.members))

@@ -1,7 +1,7 @@
 """The Postgres server of the tests. Only this module chooses it.
 
-It prefers programs on this machine, which start within a second. If there are none, or if WINDROW_TEST_POSTGRES=docker,
-it uses a container. WINDROW_PG_BIN names a folder with programs (see embedded).
+It prefers the Postgres programs of this machine, which start within a second. If there are no programs, or if
+WINDROW_TEST_POSTGRES=docker, it uses a container. WINDROW_PG_BIN names a folder with programs (see embedded).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ IMAGE = "postgres:18"
 # makes it.
 EMPTY, SPARE = "template1", "spare"
 _END_S_MAX = 60.0
-# Settings of this server that the doctor finds fault with. No test on it simulates a power failure, so nothing has to
-# wait for the disk. Most databases live for seconds, and autovacuum would start a process for each of them every 15 s.
+# Settings of this server about which the doctor would report findings. No test on it simulates a power failure, so
+# nothing has to wait for the disk. Most databases live for seconds, and autovacuum would start a process for each of
+# them every 15 s.
 UNSAFE = {"fsync": "off", "full_page_writes": "off", "autovacuum_naptime": "10min"}
 
 
@@ -99,7 +100,7 @@ def _wants_docker() -> bool:
 def _on_this_machine() -> Generator[Server, None, None]:
     settings = {
         "max_prepared_transactions": "4",
-        # A connection that a test left half made would keep its database from being dropped for a minute.
+        # If a test left a connection half made, the connection's database could not be dropped for a minute.
         "authentication_timeout": "10s",
         **UNSAFE,
     }

@@ -3,7 +3,7 @@ router process take a second of CPU, and a run of all tests starts hundreds.
 
 Each test process has one such fork server. It has no threads and never uses gRPC, so that its forks are safe. A process
 that it forks becomes a child of the test process, with all that `subprocess.Popen` offers. Only Linux can do that. On
-other systems, and with an environment of their own, programs are started as usual.
+other systems, programs are started as usual. So are programs that get an environment of their own.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def start(
 
 
 class _Forked(subprocess.Popen[AnyStr]):
-    """A process that was forked from one with the imports. Only this class uses private parts of Popen."""
+    """A process that was forked from a process with the imports. Only this class uses private parts of Popen."""
 
     def _fork(self, args: Sequence[str], cwd: object, env: Mapping[str, str], descriptors: list[int]) -> int | None:
         """Returns the pid of a new child with these descriptors as 0, 1 and 2. Returns None if Popen must start it as
@@ -156,7 +156,8 @@ class _RouterProcess(_Forked[bytes]):
             # Some modules read the environment when they are imported.
             return None
         assert args[2] == _CHILD, args
-        # At first the new process has the supervisor's handlers. A signal for the new process must not reach them.
+        # At first the new process has the supervisor's signal handlers. A signal for the new process must not reach
+        # these handlers.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             pid = os.fork()
@@ -201,8 +202,8 @@ def _run(module: str, arguments: Sequence[str]) -> NoReturn:
     except BaseException:  # noqa: BLE001 - an interpreter prints it too
         traceback.print_exc()
         code = 1
-    # This process must not return: the calling functions belong to the process from which it was forked, and go on
-    # there.
+    # This process must not return to the calling functions: they belong to the process from which it was forked, and
+    # continue there.
     cast("Any", threading)._shutdown()
     cast("Any", atexit)._run_exitfuncs()
     sys.stdout.flush()
@@ -211,7 +212,8 @@ def _run(module: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def _forked(request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
-    """Starts a program in a new process whose parent ends at once. Returns the pid of the new process."""
+    """Starts a program in a new process. The parent of this process ends at once. Returns the pid of the new
+    process."""
     reading, writing = os.pipe()
     if (between := os.fork()) == 0:
         if pid := os.fork():

@@ -1,4 +1,4 @@
-"""Gives an org as many queues as it may have, or nearly."""
+"""Gives an org as many queues as it may have, or almost as many."""
 
 from __future__ import annotations
 

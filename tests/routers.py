@@ -52,7 +52,7 @@ class Routers:
         # psutil's `children` would read the files of all processes of the machine, and tests ask many times.
         found: list[int] = []
         for thread in Path("/proc", str(self.supervisor.pid), "task").iterdir():
-            with contextlib.suppress(OSError):  # The thread has ended meanwhile.
+            with contextlib.suppress(OSError):  # The thread may have ended meanwhile.
                 found += map(int, Path(thread, "children").read_text().split())
         return sorted(pid for pid in found if _runs(pid))
 
@@ -190,7 +190,7 @@ def ending(pids: Sequence[int]) -> Generator[None, None, None]:
 
 
 def metrics_of(routers: Routers) -> str:
-    """Returns the address at which routers serve their metrics: their log tells it."""
+    """Returns the address at which routers serve their metrics, which their log names."""
     found = re.search(r"metrics are at (http://\S+)", routers.log.read_text())
     assert found is not None
     return found[1]
@@ -215,7 +215,8 @@ def detail(error: grpc.RpcError, kind: type[_Detail]) -> _Detail | None:
 
 
 def fields_of(status: status_pb2.Status) -> list[str]:
-    """Returns the fields that the BadRequest in a status names. The status is part of an answer."""
+    """Returns the fields that the BadRequest in a status names. This status is inside an answer; it is not the status
+    of a call."""
     bad = error_details_pb2.BadRequest()
     return [found.field for packed in status.details if packed.Unpack(bad) for found in bad.field_violations]
 

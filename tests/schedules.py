@@ -35,7 +35,7 @@ def template(*, queue: str = "mail", payload: bytes = b"hello") -> Template:
 
 
 class StoredJob(NamedTuple):
-    """A live job, and what it knows of its run."""
+    """A live job, and what its row says about its run."""
 
     id: JobId
     at: Micros
@@ -64,7 +64,7 @@ class Shard:
         return await self.admin.create(org, name, spec, template(queue=queue), paused=False, epoch=epoch)
 
     async def fire(self) -> Fired:
-        """Fires all that is due. Returns the sum."""
+        """Fires all due schedules. Returns the sum of the results."""
         total = Fired()
         while True:
             fired = await self.due.fire()
@@ -75,15 +75,15 @@ class Shard:
                 return total
 
     async def set_back(self, org: OrgId, by_us: int, name: ScheduleName = DAILY) -> Micros:
-        """Makes the schedule look as if no router had run for this long. Returns the instant that is then its next
-        one."""
+        """Changes the schedule as if no router had run for this long. Returns the instant that is then the schedule's
+        next one."""
         at = await self.set_back_paused(org, by_us, name)
         await self.wake(org, name)
         return at
 
     async def set_back_paused(self, org: OrgId, by_us: int, name: ScheduleName = DAILY) -> Micros:
-        """Makes a paused schedule, which no router looks at, look as if time had stood still for this long. Returns the
-        instant that is then its next one."""
+        """Changes a paused schedule, which no router looks at, as if time had stood still for this long. Returns the
+        instant that is then the schedule's next one."""
         found = await self.admin.get(org, name)
         at = calendar.following(found.schedule.spec.timing, Micros(found.now - by_us))
         assert at is not None

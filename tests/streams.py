@@ -1,4 +1,4 @@
-"""Consume streams for tests: what arrived, how the stream ended, and functions to wait for either."""
+"""Consume streams for tests: what arrived, how the stream ended, and functions that wait for arrivals or the end."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ class Stream:
             self._changed.notify_all()
 
     async def send(self, **fields: Any) -> None:
-        """Sends a message. If the stream has ended, raises its error: gRPC would report a write to it as an internal
-        error."""
+        """Sends a message. If the stream has ended, raises the stream's error, because gRPC would report the write as
+        an internal error."""
         try:
             await self._call.write(queue_pb2.ConsumeRequest(**fields))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -154,8 +154,8 @@ class Stream:
         return self.jobs
 
     async def news(self, after: int, *, within_s: float) -> list[queue_pb2.ConsumeResponse]:
-        """Waits for messages after the first `after`. Returns an empty list if the stream has ended or the time is
-        over."""
+        """Waits until there are more than `after` messages. Returns the messages after these, or an empty list if the
+        stream has ended or the time is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s), self._changed:
                 await self._changed.wait_for(lambda: len(self.messages) > after or self.ended)
@@ -179,7 +179,7 @@ class Stream:
         return answers_of(settled, [entry if isinstance(entry, bytes) else entry.lease for entry in entries])
 
     async def half_close(self) -> None:
-        """Closes the client's side, and waits until the router closes its own."""
+        """Closes the client's side, and waits until the router closes the router's side."""
         await self._call.done_writing()
         await self.end()
 

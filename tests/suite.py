@@ -1,4 +1,5 @@
-"""`./run test`: runs the checks and the tests. Decides which tests run, how hard they try, and how many run at once."""
+"""`./run test`: runs the checks and the tests. Decides which tests run, how many trials each test makes, and how many
+tests run at once."""
 
 import argparse
 import os
@@ -15,8 +16,9 @@ from tests import changed
 from tests.checks import ROOT
 
 CORES = os.cpu_count() or 1
-# Half of a test's time is spent waiting: for processes that start, for leases that expire, for servers that are away.
-# Four workers left two cores idle for an eighth of the time. Six workers leave them idle for a fiftieth.
+# Half of a test's time is spent waiting: for processes that start, for leases that expire, for servers that do not
+# answer. Four workers left two cores idle for an eighth of the time. Six workers leave the two cores idle for a
+# fiftieth of the time.
 WORKERS = 3 * CORES
 # The tests of a file stay on one worker and share its clusters and routers. tests/conftest.py sorts the files: the
 # slowest start first, so that no worker is left with a slow file when the others are done.
@@ -147,8 +149,8 @@ def run_tests(arguments: Sequence[str], environ: dict[str, str], beside: subproc
 
     code = 0
     if "-n" in arguments and not any(ROOT.glob("tests/__pycache__/conftest.*")):
-        # A fresh clone has no bytecode. Compile the tests and what they import once: otherwise each worker does it, all
-        # at the same time. The workers tell what is wrong with a test that cannot be imported.
+        # A new clone has no bytecode. Compile the tests and their imports once: otherwise each worker would compile all
+        # of them, all workers at the same time. If a test cannot be imported, the workers report why.
         code = pytest("--collect-only", stdout=subprocess.DEVNULL)
     if code >= 0 and not interrupted:
         code = pytest("--durations=15", *arguments)
@@ -167,9 +169,9 @@ def main(given: Sequence[str]) -> int:
         if code and wanted.said:
             print(wanted.said, flush=True)
         return code
-    # At a lower priority, the checks leave most of the time to the tests. At the lowest one they would hardly get on
-    # while other programs keep the cores busy. The tests run even if a check fails, so that one run tells everything
-    # that is wrong.
+    # At a lower priority, the checks leave most of the CPU time to the tests. At the lowest priority, the checks would
+    # make hardly any progress while other programs keep the cores busy. The tests run even if a check fails, so that
+    # one run reports everything that is wrong.
     checking = subprocess.Popen([sys.executable, "-m", "tests.checks"], cwd=ROOT, preexec_fn=lambda: os.nice(5))
     if "-n" not in wanted.arguments:
         # Somebody watches the output of these tests, so nothing else may be printed meanwhile.

@@ -20,7 +20,7 @@ NO_HURRY = "SET LOCAL idle_in_transaction_session_timeout = 0"
 
 
 async def end_leases(database: Database, org: OrgId) -> int:
-    """Ends every live lease. Returns the number of leases."""
+    """Makes every live lease expire. Returns the number of leases."""
     rows = await database.run(
         b"""
         UPDATE windrow.job j SET visible_at = now() FROM windrow.queue q
@@ -90,7 +90,7 @@ async def make_day(database: Database, *, retention: int, before: str, days: int
 
 
 async def age_finished(database: Database, org: OrgId, *, days: int) -> list[JobId]:
-    """Makes finished jobs that are not cold older by this many days: they were enqueued earlier, and finished earlier.
+    """Makes finished jobs that are not cold older by this many days, as if they had been enqueued and finished earlier.
     Their ids contain the time, so the ids change. Returns the new ids, in the order of the old ones."""
     rows = await database.run(
         b"""
@@ -120,7 +120,8 @@ async def age_finished(database: Database, org: OrgId, *, days: int) -> list[Job
 
 
 async def pass_time(database: Database, seconds: float) -> None:
-    """Waits until the database's clock has advanced by this much, for tests of times that are computed from now()."""
+    """Waits until the database's clock has advanced by this much. For tests of times that Postgres computes with
+    `now()`."""
     await database.run(b"SELECT pg_sleep(%(seconds)s::float8)", {"seconds": str(seconds)})
 
 
@@ -141,8 +142,8 @@ async def until_blocked(database: Database, sessions: int = 1) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetClock:
-    """A clock of one database that can be set: a now() in the first schema of the path replaces the real now(). Objects
-    that the migrations created still use the server's clock."""
+    """A clock of one database that can be set: a function `now()` in the first schema of the search_path replaces the
+    real `now()`. Objects that the migrations created still use the server's clock."""
 
     _dsn: str
 

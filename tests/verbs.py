@@ -32,7 +32,7 @@ class Verb(NamedTuple):
     statement: bytes
     # The state of a job afterwards.
     state: str
-    # How the attempt ended. None: the attempt goes on.
+    # How the attempt ended. None: the attempt continues.
     outcome: Outcome | None
 
     def act(self, store: Store, org: OrgId, leases: Sequence[Lease]) -> Awaitable[list[Answer]]:

@@ -34,7 +34,7 @@ from tests.pair import A, B, Pair
 # For how long nodes wait for their signals.
 SIGNAL_US = 2 * HOUR_US
 CANCEL, IGNORE, RUN = OnFailed.CANCEL, OnFailed.IGNORE, OnFailed.RUN
-# The nodes for which each node waits. A node stands after all nodes for which it waits.
+# For each node, the nodes for which it waits. The order is such that a node comes after all nodes for which it waits.
 Graph = Mapping[str, Sequence[str | tuple[str, OnFailed]]]
 
 
@@ -141,7 +141,7 @@ class Flows:
         self.names |= dict(zip(flow.jobs.ids, flow.names, strict=True))
 
     async def learn(self, flow: NewWorkflow) -> None:
-        """Learns the names of nodes that others have added."""
+        """Reads the names of nodes that others have added."""
         nodes, _ = await self.admin.nodes(self.org, flow.id, page_size=1000, page_token="")
         self.names |= {node.job_id: node.name for node in nodes}
 
@@ -180,7 +180,7 @@ class Flows:
         return self.added.get((flow.id, name)) or JobId(flow.jobs.ids[list(flow.names).index(NodeName(name))])
 
     async def run_all(self, *, queue: str = QUEUE) -> list[set[str]]:
-        """Claims and acks until nothing is ready. Returns the names, by rounds."""
+        """Claims and acks until nothing is ready. Returns the names of the nodes that each round claimed."""
         rounds: list[set[str]] = []
         while names := await self.claim(queue=queue):
             await self.ack(*names)

@@ -1,8 +1,8 @@
-"""Lets a peer that runs in a process of its own be measured like any other system. Owns that process and the
-communication with it.
+"""Makes it possible to measure a peer that runs in a process of its own like any other system. Owns that process and
+the communication with it.
 
-Nothing here depends on a particular peer: the files in bench/systems say which program to start. Every peer's program
-speaks bench.peers.wire, ends when its standard input ends, and uses no other module of ours.
+Nothing in this module depends on a particular peer: the files in bench/systems say which program to start. Every peer's
+program speaks bench.peers.wire, ends when its standard input ends, and uses no other module of ours.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class GoPeer(ChildSystem):
 
 
 def url(dsn: str) -> str:
-    """A connection string as the URL that every driver reads."""
+    """Returns a connection string in the form of a URL, which every driver can read."""
     parts = {name: quote(str(value), safe="") for name, value in conninfo_to_dict(dsn).items() if value is not None}
     user = parts.get("user", "") + (f":{parts['password']}" if "password" in parts else "")
     return f"postgresql://{user}@{parts['host']}:{parts.get('port', '5432')}/{parts['dbname']}"

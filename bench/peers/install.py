@@ -1,9 +1,10 @@
 """Installs the peers into a folder, when a benchmark asks for them. `python -m bench.peers.install` installs them
 without a benchmark.
 
-Owns the layout of that folder. Python peers share one virtual environment, made from requirements.lock. It contains
-node as well, so that node peers run on the version that they were locked for. The machine's own go builds the peers
-written in Go. The lock files name no registries: uv, npm and go use those for which they are configured on the machine.
+Owns the layout of that folder. Python peers share one virtual environment, made from requirements.lock. This
+environment contains node as well, so that node peers run with the version of node for which they were locked. The
+machine's own go builds the peers written in Go. The lock files name no registries: uv, npm and go use the registries
+that are configured on the machine.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def install(cache: Path, which: Collection[str], say: Callable[[str], None]) -> 
         return
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:
-        # The kernel frees the lock in whatever way this process ends.
+        # The kernel frees the lock when this process ends, even if it is killed.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if set(which) - set(GO_PEERS) and not _current(cache / "python", [_LOCK]):
             say(f"installing peers written in Python, and node, into {cache / 'python'}")

@@ -1,6 +1,7 @@
 """The frames that a client process and a peer's process exchange over a pipe. Pure: no I/O.
 
-Standard library only: it is imported in the peers' own virtual environment too. node/serve.mjs is its other half.
+This module uses only the standard library, because the peers' own virtual environment imports it too. For node,
+node/serve.mjs implements the same frames.
 
     frame     length of the body u32, kind u8, body        every number little-endian
     CALL      JSON {"id", "verb", arguments}                to the peer

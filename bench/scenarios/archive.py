@@ -33,7 +33,7 @@ from shard.postgres.pool import Database
 from shard.vocabulary import ShardName
 
 _API_BATCH = 100
-# The age of the jobs, and a longer retention, so that no day is dropped too early.
+# The age of the jobs, and their retention. The retention is longer, so that no day is dropped too early.
 _DAYS_AGO, _RETENTION = 40, 90
 # The tables that claims and acks touch: live jobs, books, names, and the days that are not over.
 _HOT = """
@@ -172,7 +172,7 @@ async def _drop(probe: Probe, cold: tuple[Day, Pass, int]) -> Turn:
 
 
 def _settle(probe: Probe) -> None:
-    """Vacuums, so that earlier work leaves nothing to clean up."""
+    """Vacuums, so that nothing of earlier work is left to clean up."""
     with psycopg.connect(probe.dsn, autocommit=True) as connection:
         connection.execute("VACUUM ANALYZE windrow.job")
         connection.execute("VACUUM windrow.tally")

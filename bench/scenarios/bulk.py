@@ -30,9 +30,9 @@ from proof.arguments import number
 from proof.table import Table
 from windrow.v1 import admin_pb2, admin_pb2_grpc, queue_pb2, queue_pb2_grpc
 
-# The bar for p99: during the cancel, a claim may take this many times as long as an undisturbed claim.
+# The upper bound for p99: during the cancel, a claim may take this many times as long as an undisturbed claim.
 _BAR = 1.2
-# The bar for the p99 of a first page.
+# The upper bound for the p99 of a first page.
 _PAGE_BAR_MS = 50.0
 # The page size of `windrow jobs list`.
 _PAGE = 50
@@ -109,7 +109,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
                 # Every second round begins with the cancel, so that a drift of the machine's speed affects both
                 # measurements equally.
                 for beside in (False, True) if turn % 2 else (True, False):
-                    # Enough jobs for the fastest consumers, whatever the last measurement left.
+                    # Insert enough jobs for the fastest consumers, even if the last measurement left none.
                     await asyncio.to_thread(_fill, dsn, other, plan.seconds * plan.consumers * 500)
                     before, began_s = await asyncio.to_thread(_cancelled, dsn, large), time.perf_counter()
                     async with _cancelling(address, dsn, large) if beside else nullcontext():

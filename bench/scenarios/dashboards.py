@@ -52,7 +52,7 @@ _ORGS: Mapping[str, Mapping[str, float]] = {
     "maps": {"tiles": 30},
     "labs": {"samples": 20},
 }
-# A queue whose consumers stop for a while, and one whose jobs run long.
+# A queue whose consumers stop for a while, and a queue whose jobs take long.
 _BACKLOG, _LONG = "emails", "exports"
 _SCHEDULES_S = (5, 15, 60)
 _ROUTERS, _PROCESSES, _NAMED_QUEUES = 2, 2, 20
@@ -265,7 +265,7 @@ async def _work_long(client: windrow.Client, story: Story) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """An alert that fired: what it was about, and from when to when."""
+    """An alert that fired: for what, and from when to when."""
 
     name: str
     about: str

@@ -1,5 +1,6 @@
 """Measures whether a dequeue takes longer when the same tables hold many other jobs, compared with an empty cluster.
-First a million finished jobs are there, then also a million scheduled jobs, then also a million ready jobs."""
+The tables first hold a million finished jobs, then also a million scheduled jobs, and then also a million ready
+jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from proof.arguments import number
 _CONNECTIONS = 1
 _WARM = 100
 
-# Inserts `count` jobs in one queue of one org, as an enqueue, or an enqueue, a claim and an ack, would have left them.
+# Inserts `count` jobs in one queue of one org. Their rows are as an enqueue would have left them; those of finished
+# jobs are as an enqueue, a claim and an ack would have left them.
 _LIVE = """
 INSERT INTO windrow.job (id, queue_id, kind, payload, priority, run_at, visible_at, enqueued_at)
 SELECT
@@ -53,7 +55,7 @@ _FILLS: Mapping[str, str] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     jobs: int = 1_000_000
-    # Jobs a call, and calls of a run.
+    # The jobs of each call, and the calls of each run.
     batch: int = 10
     calls: int = 1000
     runs: int = 5

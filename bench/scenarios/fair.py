@@ -1,5 +1,5 @@
 """Consumers of all orgs: measures how soon the jobs of small orgs are picked up while another org has a large backlog,
-and what a job costs when 100,000 orgs have jobs. Each part runs over one router process and one shard."""
+and what a job costs when 100,000 orgs have jobs. Both measurements use one router process and one shard."""
 
 from __future__ import annotations
 
@@ -213,8 +213,8 @@ async def _costs(plan: Plan, bench: Bench, stage: Stage, run: int) -> list[Cost]
 
 
 async def _drain(stub: queue_pb2_grpc.QueueAsyncStub, stage: Stage, queue: str, jobs: int, what: str, run: int) -> Cost:
-    """Takes and acks `jobs` jobs, as fast as one stream can. The time counts from the first job on, so that it excludes
-    the walk that finds the orgs."""
+    """Takes and acks `jobs` jobs, as fast as one stream can. The time begins with the first job, so it excludes the
+    walk that finds the orgs."""
     cpu_before = began_s = 0.0
     got = 0
     call = stub.Consume()

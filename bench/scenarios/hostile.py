@@ -1,5 +1,5 @@
-"""Measures the effect of hostile clients: the memory of a router process during and after their attack, and the calls
-of a quiet org meanwhile."""
+"""Measures the effect of hostile clients: the memory of a router process during and after an attack, and the calls of a
+quiet org during the attack."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Plan:
     routers: int = 1
     # How many streams the attack UNREAD_STREAMS opens.
     streams: int = 300
-    # How much resident memory a router process may have. None: the report has no bound.
+    # The largest resident memory that a router process may have. None: the report checks no bound.
     memory_mib: float | None = None
     # If set, all calls go through Envoy with deploy/envoy.yaml.
     edge: bool = False
@@ -176,8 +176,8 @@ async def _outcome(attacker: Process) -> AttackOutcome:
 
 @contextlib.asynccontextmanager
 async def _weighed(pids: Callable[[], Sequence[int]]) -> AsyncGenerator[list[tuple[float, float]], None]:
-    """Yields a list. During this scope it grows by pairs of a time and the resident MiB of the largest of these
-    processes."""
+    """Yields a list. During this scope, pairs are added to this list: a time, and the resident MiB of the largest of
+    these processes."""
     course: list[tuple[float, float]] = []
 
     async def weigh() -> None:

@@ -26,8 +26,8 @@ from windrow.calls import CallFailure
 from windrow.v1 import cluster_pb2, cluster_pb2_grpc, limits_pb2, queue_pb2, queue_pb2_grpc
 
 _PROCESSES = 2
-# The kernel spreads connections over the processes of a router at random. With this many, each process nearly always
-# has at least one.
+# The kernel spreads connections over the processes of a router at random. With this many connections, each process
+# nearly always has at least one.
 _CONNECTIONS = 8
 _CALLERS = 4
 _PATIENCE_S = 60.0
@@ -162,7 +162,8 @@ async def _admitted(plan: Plan, bench: Bench, both: Sequence[Servers]) -> list[A
 
 
 async def _changes(plan: Plan, bench: Bench, both: Sequence[Servers]) -> list[float]:
-    """Limits an org that had no limit to one job a day. Returns how long after each change a job was still admitted."""
+    """For one org after another that had no limit, sets a limit of one job a day. Returns how long after each change a
+    job was still admitted."""
     bench.say(f"changing a limit {plan.changes} times")
     async with AsyncExitStack() as stack:
         channels = [await _channel(stack, servers) for servers in both for _ in range(_CONNECTIONS)]

@@ -2,8 +2,8 @@
 transaction that holds a snapshot, with readers, during and after too much load, with an archiver, and while routers are
 restarted.
 
-The load is open: each job has a planned time and is stored then, even if earlier calls have not ended. Its waiting time
-counts from the planned time.
+The load is open: each job has a planned time and is stored then, even if earlier calls have not ended. The waiting time
+of a job begins at its planned time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from windrow.v1 import admin_pb2, admin_pb2_grpc
 
 _PRODUCER, _WORKER = 0, 1
 _WARM_S = 3.0
-# A producer that is further behind than this skips the jobs that become due, because the system cannot take the load.
+# While a producer is further behind than this, it skips the jobs that become due: the system then cannot handle the
+# load.
 _LATE_S_MAX = 5.0
 _FINISH_S_MAX = 20.0
 _OVERLOAD = 1.5
@@ -57,7 +58,7 @@ class Beside(StrEnum):
     RESTARTS = "rolling restarts"
 
 
-# Disturbances that only Windrow can have: peers have no such part.
+# Disturbances that only Windrow can have, because peers have neither archivers nor routers.
 _OF_WINDROW = frozenset({Beside.ARCHIVER, Beside.RESTARTS})
 
 
@@ -76,7 +77,7 @@ class Plan:
     during_s: float = 60.0
     after_s: float = 30.0
     routers: int = 2
-    # The archiver's work: how many days there are, half of which it drops, and how many jobs each day has.
+    # The archiver's work: how many days there are, and how many jobs each day has. The archiver drops half of the days.
     days: int = 60
     day_jobs: int = 200_000
 
@@ -179,7 +180,7 @@ async def _sample(stage: Stage, clients: Clients, plan: Plan, system: str, besid
 
 
 async def _fill(stage: Stage, plan: Plan) -> None:
-    """Inserts the finished jobs of a new org, on which the archiver works."""
+    """Inserts finished jobs of a new org. The archiver works on these jobs."""
     ((_, dsn),) = stage.dsns.items()
     channel = grpc.aio.insecure_channel(stage.routers.address)
     try:

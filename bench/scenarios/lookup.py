@@ -33,7 +33,7 @@ _PATIENCE_S = 60.0
 _TRIES = 20
 _SEED = 20_240_229
 
-# A job's position in its day determines its id and its org: every second job belongs to the large org.
+# The id and the org of a job follow from its position in its day: every second job belongs to the large org.
 _FILL = b"""
 INSERT INTO windrow.finished (
     id, queue_id, enqueued_at, run_at, finished_at, lease, leased_at, priority, attempt, state, kind, payload, worker,
@@ -56,7 +56,7 @@ class Plan:
     jobs: int = 100_000
     # Retentions in days. Each retention has partitions of its own.
     retentions: tuple[int, ...] = (RETENTION_DEFAULT,)
-    # How many orgs share the other half of the jobs. The large org has one half.
+    # The large org has one half of the jobs. This many orgs share the other half.
     small_orgs: int = 1000
     calls: int = 2000
     routers: int = 1

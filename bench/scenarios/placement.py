@@ -1,7 +1,8 @@
 """Computes how evenly slots, orgs and their jobs are spread over 10 to 1,000 shards, and what moves when shards are
 added, removed or get another weight.
 
-Starts no cluster: a plan is pure (shard/placement/slots.py), and the time of a move at a given rate is arithmetic.
+Starts no cluster: a plan needs no database (shard/placement/slots.py), and the time of a move at a given rate can be
+calculated.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Weights = Mapping[ShardName, float]
 class Plan:
     shards: tuple[int, ...] = (10, 30, 100, 300, 1000)
     orgs: int = 10_000_000
-    # The live jobs of the whole cluster, and how many jobs a second one shard can give away or take in.
+    # The live jobs of the whole cluster, and how many jobs a second one shard can give away or receive.
     jobs: int = 100_000_000
     rate: float = 10_000.0
 
@@ -52,7 +53,7 @@ class Change:
     shards: int
     what: str
     moved: int
-    # The fewest slots that could move: those that shards hold above their shares.
+    # The fewest slots that could move: those that shards hold in excess of their shares.
     least: int
     # The largest difference in slots between two shards of the same weight, before and after the change.
     apart: tuple[int, int]
@@ -131,7 +132,7 @@ async def populate(orgs: int, bench: Bench) -> Population:
 
 def changes_of(count: int, *, jobs: int, rate: float) -> list[Change]:
     """Returns the effects of three changes: one more shard, one drained shard, and twice the weight for every second
-    shard. Raises Wrong if a plan is not as good as it must be."""
+    shard. Raises Wrong if a plan is not balanced, or moves more slots than it must."""
     names = [ShardName(f"s{n}") for n in range(1, count + 1)]
     alike: Weights = dict.fromkeys(names, 1.0)
     owners = plan([None] * SLOTS, alike)

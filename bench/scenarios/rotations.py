@@ -46,12 +46,13 @@ _CONNECTION_AGE_S = 10
 # Routers follow a file within 2 s. The issuer begins to sign with a key when the key has been published for
 # _PUBLISHED_S, and publishes the key for _KEPT_S after the last signature with it.
 _PUBLISHED_S, _KEPT_S = 3.0, 2.0
-# Routers read a file when it was the same at two looks, which are 0.5 s apart. Therefore files are not replaced faster
-# than this.
+# Routers read a changed file only after two looks at which it was the same; the looks are 0.5 s apart. Therefore this
+# is the shortest time between two replacements of a file.
 _FILE_PAUSE_S = 1.3
 _LANES = 25
 _WARM_S = 3.0
-# The run fails if a replaced proof is still good after this time, or if the last jobs take longer.
+# The run fails if a router still accepts a replaced key or shows a replaced certificate after the first time, or if the
+# last jobs take longer than the second time.
 _EFFECT_S_MAX, _DRAIN_S_MAX = 15.0, 60.0
 _LOOK_S = 0.05
 _CALL_S_MAX = 10.0
@@ -59,17 +60,17 @@ _CALL_S_MAX = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    # One third each: API keys, the issuer's keys, certificates.
+    # How many rotations there are: one third each of API keys, of the issuer's keys, and of certificates.
     rotations: int = 1000
     jobs_per_s: int = 1000
-    # The pause between two rotations of one sort. For JWKS it is at least _FILE_PAUSE_S.
+    # The pause between two rotations of the same kind of proof. For JWKS the pause is at least _FILE_PAUSE_S.
     pause_s: float = 0.5
     routers: int = 2
 
 
 @dataclass(slots=True, kw_only=True)
 class Rotated:
-    """The rotations of one sort of proof. `effect_s`: how long after each rotation routers still accepted the old
+    """The rotations of one kind of proof. `effect_s`: how long after each rotation routers still accepted the old
     proof, or did not yet show the new certificate."""
 
     sort: str
@@ -327,7 +328,7 @@ async def _client(
 
 
 async def _refused(stub: queue_pb2_grpc.QueueAsyncStub, token: str, rotated: Rotated) -> None:
-    """Notes how long calls with this token still succeed."""
+    """Records how long calls with this token still succeed."""
     began_s = time.monotonic()
     metadata = (("authorization", f"Bearer {token}"),)
     while (now_s := time.monotonic()) < began_s + _EFFECT_S_MAX:
@@ -341,7 +342,7 @@ async def _refused(stub: queue_pb2_grpc.QueueAsyncStub, token: str, rotated: Rot
 
 
 async def _shown(address: str, ca: Path, serial: int, rotated: Rotated) -> None:
-    """Waits until routers show this certificate to a new connection, and notes how long that takes."""
+    """Waits until routers show this certificate to a new connection, and records how long that takes."""
     began_s = time.monotonic()
     context = ssl.create_default_context(cafile=ca)
     context.set_alpn_protocols(["h2"])

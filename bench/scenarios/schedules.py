@@ -1,5 +1,6 @@
-"""Measures schedules: how late runs are stored when thousands are due in the same second under load, with and without
-jitter; how late the runs of a single schedule are; and what a hundred thousand schedules cost while none is due."""
+"""Measures schedules: how late runs are stored if thousands of them are due in the same second under load, with and
+without jitter; how late the runs of a single schedule are; and what a hundred thousand schedules cost while none is
+due."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _PAYLOAD = bytes(200)
 _RATES = ((1000, 10), (100, 1), (10, 60))
 _IN_FLIGHT = 50
 _RUN_S = 0.05
-# The time until a bucket is really empty: it fills a little while its first jobs start.
+# The time until a bucket is really empty: while its first jobs start, it fills a little.
 _REST_S = 2.0
 # The pause between two counts of leases.
 _LOOK_S = 0.1
@@ -53,8 +53,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """What a limit let start. `wanted`: the jobs that the limit should let start in the measured time, if its bucket is
-    empty at the beginning."""
+    """How many jobs started under a limit. `wanted`: how many jobs should start under the limit in the measured time,
+    if its bucket is empty at the beginning."""
 
     amount: int
     interval_s: int
@@ -203,7 +203,7 @@ async def _running(plan: Plan, bench: Bench, stage: Stage, both: Sequence[Server
     org = "in-flight"
     async with windrow.Client(both[0].address, org=org) as client:
         await client.set_limit(LimitMeasure.IN_FLIGHT, _IN_FLIGHT)
-        # More jobs than can run in the time.
+        # Store more jobs than can run in the measured time.
         await _store(client, int(1.2 * plan.seconds * _IN_FLIGHT / _RUN_S))
     bench.say(f"running {_IN_FLIGHT} handlers of {_RUN_S * 1000:g} ms at a time for {plan.seconds:g} s")
     async with _at_work(both, org, run_s=_RUN_S) as seen:

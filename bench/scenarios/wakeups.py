@@ -25,7 +25,7 @@ from proof.arguments import number
 from proof.table import Table
 from windrow.v1 import admin_pb2, admin_pb2_grpc, job_pb2, queue_pb2, queue_pb2_grpc
 
-# The bar for each p99.
+# The upper bound for each p99.
 _BAR_MS = 20.0
 _WAIT = Duration(seconds=20)
 _HOUR = Duration(seconds=3600)

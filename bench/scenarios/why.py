@@ -23,11 +23,11 @@ from proof.arguments import number
 from proof.table import Table
 from windrow.v1 import admin_pb2, admin_pb2_grpc, cause_pb2, queue_pb2, queue_pb2_grpc, server_pb2
 
-# The bar for each call's p99.
+# The upper bound for each call's p99.
 _BAR_MS = 10.0
 _WARM = 50
 _LEASED = 200
-# How many jobs of each sort the calls choose from.
+# From how many jobs of each of the _SORTS the calls choose.
 _SAMPLE = 1000
 # Nine of ten jobs are ready, and the other jobs are scheduled. All priorities occur. The oldest jobs come first.
 _FILL = """
@@ -58,7 +58,7 @@ _SORTS: Mapping[str, tuple[str, str]] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     jobs: int = 1_000_000
-    # How many calls of each sort there are.
+    # How many calls of each kind there are.
     calls: int = 2000
     routers: int = 1
 

@@ -24,13 +24,13 @@ from proof.table import Table
 from windrow import uuid7
 from windrow.v1 import queue_pb2, queue_pb2_grpc, workflows_pb2, workflows_pb2_grpc
 
-# The bar for the ratio of jobs a second in graphs to plain jobs a second.
+# The lower bound for the ratio of jobs a second in graphs to plain jobs a second.
 _BAR = 0.7
 _CONSUMERS = 4
 _WIDTH = 100
 _FAN_IN = 10_000
-# For each case, how many parents a node has; they are nodes of the level before its own. 0: nodes have no edges. None:
-# plain jobs, without a workflow.
+# For each case, how many parents a node has. The parents are nodes of the level before the node's own level. 0: nodes
+# have no edges. None: plain jobs, without a workflow.
 _CASES: Mapping[str, int | None] = {
     "plain": None,
     "nodes without edges": 0,

@@ -1,4 +1,5 @@
-"""The queue systems that can be measured: one file each, with one class for each way to use it (bench/system.py)."""
+"""The queue systems that can be measured: one file for each system, with one class for each way to use the system
+(bench/system.py)."""
 
 from __future__ import annotations
 

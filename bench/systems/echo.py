@@ -27,8 +27,8 @@ class Echo:
         self._channels = [grpc.aio.insecure_channel(site.address, options=options) for _ in range(count)]
         self._queues = itertools.cycle([queue_pb2_grpc.QueueStub(channel) for channel in self._channels])
         self._org = ""
-        # Counts the jobs that this process has enqueued but not taken yet. Workers take no more jobs than that, as from
-        # a queue.
+        # Counts the jobs that this process has enqueued but not taken yet. Workers take at most this many jobs, as if
+        # the jobs came from a queue.
         self._stored = asyncio.Semaphore(0)
         self._unfinished = 0
 

@@ -121,8 +121,8 @@ async def consume(
 ) -> None:
     """Consumes from one stream with a credit of `credit` jobs until it is cancelled.
 
-    Acks wait until earlier acks are answered, and then go in one message. So an ack goes at once under light load, and
-    many acks go together under heavy load. Windrow's own Worker does the same."""
+    Acks wait until earlier acks are answered, and are then sent in one message. So under light load an ack is sent at
+    once, and under heavy load many acks are sent together. Windrow's own Worker does the same."""
     requests: asyncio.Queue[queue_pb2.ConsumeRequest] = asyncio.Queue()
     requests.put_nowait(queue_pb2.ConsumeRequest(start=start, credit=credit))
     unanswered: dict[int, int] = {}

@@ -26,7 +26,7 @@ class Windrow(OnRouters):
     """Calls `client.enqueue_many` for a batch, or `client.enqueue` for one job, and runs a Worker with an `async def`
     handler.
 
-    Each run has a new client, because it is a matter of luck which router process a connection reaches."""
+    Each run has a new client, because chance decides which router process a connection reaches."""
 
     title: ClassVar[str] = "Windrow"
 

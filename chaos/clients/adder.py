@@ -12,7 +12,7 @@ from proof.history import leased
 from windrow.v1 import job_pb2
 
 _CALLS_MAX = 3
-# Some calls are given up so soon that routers may execute them although their answers are lost.
+# Some calls get such a short timeout that their answers are lost, although routers may execute the calls.
 _HASTY_S = 0.05
 # The share of the calls that are made late, when the lease may have ended; and after how many windows they are made.
 _LATE = 0.2
@@ -29,8 +29,8 @@ class Adder:
         self._group = group
 
     async def add(self, org: str, job: job_pb2.LeasedJob, luck: random.Random) -> bool:
-        """Adds nodes if the job is in a workflow and nodes are drawn for it. Returns whether the caller must not use
-        the lease any more."""
+        """If the job is in a workflow, may add nodes; chance decides whether and which. Returns whether the caller must
+        not use the lease any more."""
         if self._orders.calm.is_set() or not job.HasField("workflow"):
             return False
         node = str(leased(lease=job.lease, attempt=job.attempt, payload=job.payload)["job"])

@@ -1,5 +1,5 @@
-"""The workflows that clients start, and the signals that clients give them. Their nodes run even if their parents
-failed."""
+"""The workflows that clients start, and the signals that clients give them. The nodes of these workflows run even if
+their parents failed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from proof.history import asked_to_start, payload_of
 from shard.workflow import WorkflowId, job_id_of
 
 _NODES_MAX = 12
-# The share of the nodes that wait for signals, and for how long they wait.
+# The share of the nodes that wait for signals, and for how long these nodes wait.
 _SIGNALS = 0.2
 _TIMEOUT_S = (1.0, 8.0)
-# How many signals such a node gets, and within how many seconds after the answer to the start each signal comes: early,
-# around the end of the node's time, or later.
+# How many signals such a node gets, and within how many seconds after the answer to the start of the workflow each
+# signal comes: early, around the end of the node's time, or later.
 _SIGNALS_EACH = (0, 1, 1, 2)
 _GIVEN_S = (0.5, 5.0, 10.0)
 

@@ -42,7 +42,7 @@ def _worker(
                 await _add(job, job.workflow, org, recorder, luck)
             match fate:
                 case Fate.EXTEND | Fate.OVERSLEEP:
-                    # Work mostly for longer than the window. The worker extends the lease meanwhile.
+                    # Most of these jobs take longer than the window. The worker extends the lease meanwhile.
                     await asyncio.sleep(site.window_s * luck.uniform(0.9, 1.5))
                 case Fate.ACK | Fate.RELEASE | Fate.FORGET:
                     await asyncio.sleep(luck.expovariate(1 / _WORK_S))
@@ -53,7 +53,7 @@ def _worker(
             about_to(Verb.RELEASE)
             raise
         except windrow.WindrowError as error:
-            # It is unknown whether the job waits. If it does, this nack changes nothing.
+            # It is unknown whether the job waits for nodes. If the job waits, this nack changes nothing.
             after_s = luck.uniform(0.0, NACK_DELAY_S_MAX)
             about_to(Verb.NACK, after_s)
             raise windrow.Retry("chaos", after=after_s) from error
@@ -75,8 +75,8 @@ def _worker(
 async def _add(
     job: windrow.Job, workflow: windrow.WorkflowNode, org: str, recorder: Recorder, luck: random.Random
 ) -> None:
-    """Adds nodes to the job's workflow, if any are drawn for this job. Raises Waiting if the job then waits for them,
-    and WindrowError if that is unknown."""
+    """May add nodes to the job's workflow; chance decides whether. Raises Waiting if the job then waits for these
+    nodes, and WindrowError if that is unknown."""
     node = str(leased(lease=job.lease, attempt=job.attempt, payload=job.payload)["job"])
     added = draw_added(node, luck)
     if not added:
@@ -98,7 +98,7 @@ async def _add(
         recorder.end(number, Outcome.OK, answered={"waits": True})
         raise
     except windrow.WindrowError as error:
-        # Tries before the last one may have been executed.
+        # The call may have been tried several times, and a try before the last one may have been executed.
         recorder.end(number, Outcome.UNKNOWN, code=calls.error_code(error))
         if wait:
             raise

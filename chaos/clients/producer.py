@@ -1,6 +1,6 @@
 """`python -m chaos.clients.producer`: enqueues jobs one by one, several at once, in batches, with dedup keys, for
-later, or as workflows, some of whose nodes then get signals. Repeats a call after an error that leaves its outcome
-open. Sometimes enqueues an acknowledged job again, looks it up or cancels it."""
+later, or as workflows. Some nodes of the workflows then get signals. Repeats a call after an error that does not say
+whether the call was executed. Sometimes enqueues an acknowledged job again, looks it up or cancels it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from proof.clients.fates import pick_org
 from proof.clients.site import QUEUE, Orders, Site, main
 from proof.history import Answer, Outcome, Recorder, Verb, payload_of
 
-# The load is open: calls begin at this pace, without waiting for earlier calls. This many may be under way at the same
-# time.
+# The load is open: a call begins every _EVERY_S seconds on average, without waiting for earlier calls. At most
+# _CALLS_MAX calls may be under way at the same time.
 _EVERY_S = 0.15
 _CALLS_MAX = 200
 _TRIES_MAX = 20
@@ -42,7 +42,7 @@ class Producer:
         self._client = windrow.Client(
             site.address, org=self._orgs[0], timeout=_TIMEOUT_S, try_timeout=_TRY_S, channels=3, create_spans=False
         )
-        # Acknowledged jobs, without and with a dedup key. The answer for a job with a dedup key may be about another
+        # Acknowledged jobs, without and with a dedup key. The answer to an enqueue with a dedup key may name another
         # job, which has the same key.
         self._recent: deque[tuple[str, windrow.NewJob]] = deque(maxlen=_REMEMBERED)
         self._keyed: deque[tuple[str, windrow.NewJob]] = deque(maxlen=_REMEMBERED)
@@ -56,7 +56,8 @@ class Producer:
         luck = self._site.luck()
         turns = asyncio.Semaphore(_CALLS_MAX)
         while not (self._orders.calm.is_set() or self._orders.over.is_set()):
-            # Each call has a random generator of its own, so the order in which calls end changes nothing.
+            # Each call has a random generator of its own. So the random choices do not depend on the order in which
+            # calls end.
             group.create_task(self._once(turns, random.Random(luck.random())))
             await self._orders.pause(luck.expovariate(1 / _EVERY_S))
 
@@ -192,7 +193,8 @@ _Send = Callable[[str, Sequence[windrow.NewJob]], Awaitable[Sequence[windrow.Enq
 
 
 def _job(org: str, luck: random.Random | None) -> windrow.NewJob:
-    """Draws a job. Without a generator, returns a plain job that is due at once."""
+    """Returns a job that the generator chooses at random. Without a generator, returns a plain job that is due at
+    once."""
     name = windrow.uuid7()
     if luck is None:
         return windrow.NewJob(QUEUE, "work", payload_of(org, name, 0), id=name)

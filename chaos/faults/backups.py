@@ -26,7 +26,7 @@ _BACKUP, _REPLACED = "windrow_backup", "windrow_replaced"
 _AGE_S = (2.0, 8.0)
 # How many of the busiest orgs are used, so that there are jobs to lose.
 _ORGS = 4
-# In what share of the copies the workers are stopped during the copy, and how long before the copy they stop.
+# The share of the copies during which the workers are stopped, and how long before the copy they are stopped.
 _BACKLOG_SHARE, _BACKLOG_S = 0.5, 3.0
 # Routers learn every 3 s which marks the catalog has confirmed.
 _LEARN_S = (5.0, 10.0)
@@ -40,7 +40,7 @@ _ASK_S_MAX = 3.0
 _COMMAND_S_MAX = 60.0
 _DONE_S_MAX = 120.0
 _AGAIN_S = 1.0
-# How long a command runs before it is killed, if it is killed at all. It needs about a second to begin its work.
+# How long a command runs before it is killed, if it is killed at all. A command needs about a second to begin its work.
 _KILLED_S = (0.5, 2.5)
 
 
@@ -57,13 +57,13 @@ class RestoreBackup(Fault):
     _asking: asyncio.Task[None] | None = None
     _backup: Version | None = None
     _copied_s = _swapped_s = 0.0
-    # The time from which the backup could be reached in place of the old database. 0: the database was not replaced.
+    # The time from which clients could reach the backup instead of the old database. 0: the database was not replaced.
     _back_s = 0.0
 
     @classmethod
     def targets(cls, cast: Cast) -> Sequence[str]:
-        # Not the first shard: its database also has the catalog. The marks in the catalog would go back too, so nobody
-        # would notice the loss. The last shard of three or more may have a small disk.
+        # The first shard cannot be used, because its database also has the catalog. The marks in the catalog would go
+        # back in time too, so nobody would notice the loss. The last shard of three or more may have a small disk.
         return shards(cast)[1:2]
 
     @property
@@ -77,8 +77,8 @@ class RestoreBackup(Fault):
         source, target = self.luck.sample([self.target, other], 2)
         await asyncio.gather(self._move(leaves, self.target), self._move(comes, other), self._move(moves, source))
         if self.luck.random() < _BACKLOG_SHARE:
-            # Jobs that wait when the copy is made leave the shard later, with their org. After the replacement they are
-            # on the shard again.
+            # Let some jobs wait when the copy is made. These jobs leave the shard later, with their org. After the
+            # replacement they are on the shard again.
             self._send(signal.SIGSTOP)
             await asyncio.sleep(_BACKLOG_S)
         await self._copy()
@@ -92,7 +92,7 @@ class RestoreBackup(Fault):
         self.stage.say(f"{self.target} is as it was {self._swapped_s - self._copied_s:.1f} s ago")
         heard = asyncio.Event()
         self._asking = asyncio.create_task(self._ask(heard))
-        # If no router refuses the shard, the checker finds that.
+        # If no router refuses the shard, the checker reports this.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REFUSED_S_MAX):
                 await heard.wait()

@@ -12,20 +12,22 @@ from proof.checker.evidence import Restored
 
 
 class Fault(abc.ABC):
-    """One occurrence of a fault, or of a change that operators make. A change harms nothing, and is drawn in addition
+    """One occurrence of a fault, or of a change that operators make. A change harms nothing, and is chosen in addition
     to the faults. Each kind is a subclass, listed in chaos/faults/__init__.py.
 
-    Each occurrence has a random generator of its own, `luck`, so that its draws do not change the draws of others.
+    Each occurrence has a random generator of its own, `luck`, so that its random choices do not change those of other
+    occurrences.
     """
 
     name: ClassVar[str]
-    # Whether the fault is drawn at random. If not, it is run once, alone, at the end.
+    # Whether the fault is chosen at random. If not, it is run once, alone, at the end.
     drawn: ClassVar[bool] = True
-    # How often the fault is drawn, relative to the others.
+    # How often the fault is chosen, relative to the others.
     weight: ClassVar[float] = 1.0
     # The shortest and the longest time for which the fault lasts.
     seconds: ClassVar[tuple[float, float]] = (1.0, 6.0)
-    # Whether the fault is run once more at the end, alone, so that the checker can say what clients may notice of it.
+    # Whether the fault is run once more at the end, without other faults. The checker then knows which effects of the
+    # fault clients may notice.
     alone: ClassVar[bool] = False
     # The orgs that the fault affects; known after inject(). Empty: it affects all orgs equally.
     orgs: Sequence[str] = ()

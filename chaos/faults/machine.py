@@ -12,7 +12,8 @@ _JUMP_S_MAX = 86_400.0
 
 
 class FillDisk(Fault):
-    """Fills the disk of the last shard. The shard's server may go on, refuse writes, or crash and not come up again."""
+    """Fills the disk of the last shard. The shard's server may continue to work, refuse writes, or crash and not come
+    up again."""
 
     name = "fill-disk"
     seconds = (2.0, 8.0)
@@ -33,7 +34,8 @@ class FillDisk(Fault):
     async def heal(self) -> None:
         assert self.stage.disk is not None
         if self._filling is not None:
-            # Do not cancel the task: its thread would go on, and might fill the disk again after it is emptied.
+            # Do not cancel the task: its thread would continue, and might fill the disk again after the disk was
+            # emptied.
             self._enough = True
             await self._filling
         await asyncio.to_thread(self.stage.disk.empty)

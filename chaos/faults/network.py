@@ -21,13 +21,14 @@ class _NetworkFault(Fault):
 
     @property
     def proxies(self) -> Sequence[Proxy]:
-        """The proxies of the target: one in front of each of its Postgres servers, because routers try all of them."""
+        """Returns the proxies of the target. There is one proxy in front of each Postgres server of the target, because
+        routers try all of these servers."""
         entrance = self.stage.catalog if self.target == CATALOG else self.stage.shards[self.target].entrance
         return entrance.proxies
 
 
 class CutConnections(_NetworkFault):
-    """Cuts every connection, also each new one, after a random number of further bytes."""
+    """Cuts every connection, including each new one, after a random number of further bytes."""
 
     name = "cut-connections"
     weight = 2.0

@@ -1,5 +1,5 @@
 """Changes that operators make to a running cluster: they drain shards, change weights, pin orgs, and write wrong
-cluster files. Also routers that are frozen while a slot moves."""
+cluster files. This module also freezes routers while a slot moves."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _LOOK_S = 0.1
 
 
 class _EntryChange(Fault):
-    """Changes what the cluster file says about one shard. Routers get a signal only sometimes, and must otherwise
-    notice the change themselves."""
+    """Changes what the cluster file says about one shard. Routers get a signal only sometimes. Without a signal, they
+    must notice the change themselves."""
 
     @classmethod
     def targets(cls, cast: Cast) -> Sequence[str]:
@@ -44,7 +44,7 @@ class _EntryChange(Fault):
 
 
 class DrainShard(_EntryChange):
-    """Drains a shard, so that its slots move to other shards, and later back."""
+    """Drains a shard, so that its slots move to other shards. Later undoes this, so that they move back."""
 
     name = "drain-shard"
     seconds = (3.0, 25.0)
@@ -54,7 +54,8 @@ class DrainShard(_EntryChange):
 
 
 class ChangeWeight(_EntryChange):
-    """Changes a shard's weight, so that slots move to the shard or away from it, and later back."""
+    """Changes a shard's weight, so that slots move to the shard or away from it. Later undoes this, so that they move
+    back."""
 
     name = "change-weight"
     weight = 2.0
@@ -103,8 +104,8 @@ class PinOrg(Fault):
 
 
 class FreezeRouterInMove(FreezeServer):
-    """Freezes a router before an org's slot begins to move, until the target shard takes the org's new jobs, or for a
-    moment longer."""
+    """Freezes a router before an org's slot begins to move. The router stays frozen until the target shard takes the
+    org's new jobs, or for a moment longer."""
 
     name = "freeze-router-in-move"
     seconds = (0.0, 1.0)
@@ -139,7 +140,7 @@ class FreezeRouterInMove(FreezeServer):
 
 class BreakClusterFile(Fault):
     """Replaces the cluster file by a wrong one, which every process must refuse, and later restores it. All processes
-    must go on as before."""
+    must continue to work as before."""
 
     name = "break-cluster-file"
 
@@ -159,8 +160,8 @@ class BreakClusterFile(Fault):
             case 0:
                 return file.text.replace("[[shard]]", "[[shrad]]", 1)
             case 1:
-                # The file ends within a quoted text, as if the disk was full. A file cut off at another place, before
-                # [router], could be valid.
+                # The file ends within a quoted text, as if the disk was full. If the file were cut off at another
+                # place, before [router], it could be valid.
                 return file.text[: file.text.rindex("dsn = ") + 12]
             case 2:
                 return file.text.replace("state = 'active'", "state = 'activ'").replace("'draining'", "'drained'")

@@ -16,7 +16,7 @@ from windrow.v1 import admin_pb2, queue_pb2
 _ENQUEUE = "/windrow.v1.Queue/Enqueue"
 _CONSUME = "/windrow.v1.Queue/Consume"
 _LIST_JOBS = "/windrow.v1.Admin/ListJobs"
-# Longer than any fault lasts: an attack ends when it is healed.
+# The time of an attack. It is longer than any fault lasts, because an attack ends when the fault is healed.
 _SECONDS_MAX = 60.0
 _BUSY_ORGS = 5
 _STREAMS_OF_ORG = 4
@@ -29,7 +29,7 @@ _RESETS_EVERY_S = 0.5
 
 
 class _HostilePeers(Fault):
-    """Attacks over connections of its own until it is healed. The kernel decides which router each connection
+    """Attacks over connections of its own until the fault is healed. The kernel decides which router each connection
     reaches."""
 
     _attack: asyncio.Future[Any] | None = None

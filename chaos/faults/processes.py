@@ -74,8 +74,8 @@ class KillRouter(_EndRouter):
 
 
 class RestartRouter(_EndRouter):
-    """Sends SIGTERM: the router process lets its calls under way end, and ends its streams. Then another process
-    replaces it."""
+    """Sends SIGTERM: the router process waits for the end of the calls under way, and ends its streams. Then another
+    process replaces it."""
 
     name = "restart-router"
     # In this time the router's clients connect again.

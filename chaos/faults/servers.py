@@ -104,7 +104,7 @@ class _AgainAndAgain(_ShardFault):
     async def heal(self) -> None:
         self.over = True
         if self._doing is not None:
-            # Wait, because a thread cannot be cancelled: it would go on while the fault is healed.
+            # Wait, because a thread cannot be cancelled: it would continue while the fault is healed.
             await self._doing
 
     async def _go_on(self) -> None:
@@ -165,7 +165,7 @@ class FailOver(_ShardFault):
 
     async def inject(self) -> None:
         shard = self.stage.shards[self.target]
-        # Make sure that the standby has everything that was acknowledged. Failover tools promote no other standby.
+        # Make sure that the standby has everything that was acknowledged. Failover tools promote only such a standby.
         await until(
             lambda: shard.is_synchronous, f"{self.target} has a synchronous standby", within_s=_SYNCHRONOUS_S_MAX
         )
@@ -183,8 +183,8 @@ class FailOver(_ShardFault):
 
 
 class LockRows(_ShardFault):
-    """Opens a session that holds locks on a few leased jobs of one org, or on dedup keys of an org, and that does not
-    end until the fault is healed."""
+    """Opens a session that locks the rows of a few leased jobs of one org, or of dedup keys of an org. The session does
+    not end until the fault is healed."""
 
     name = "lock-rows"
     seconds = (4.0, 7.0)
@@ -205,8 +205,8 @@ class LockRows(_ShardFault):
         return psycopg.connect(self.primary.cluster.dsn, connect_timeout=5)
 
     def _lock(self, session: psycopg.Connection[tuple[object, ...]], find: LiteralString, lock: LiteralString) -> None:
-        """Locks rows of one queue, until there are enough. Looks again and again, because most leased jobs are acked
-        soon."""
+        """Locks rows of one queue, until enough rows are locked. Looks again and again, because most leased jobs are
+        acked soon."""
         queue: object = None
         locked: set[object] = set()
         for _ in range(_LOOKS_MAX):

@@ -280,8 +280,8 @@ class _Call:
         giving = asyncio.create_task(self._give())
         try:
             await self._unless_ended(reading)
-            # If the client cancels the stream, it looks at first as if it had closed its side. Then this task is
-            # cancelled.
+            # If the client cancels the stream, this looks at first as if the client had closed its side. Then this task
+            # is cancelled.
             await asyncio.wait({self._end}, timeout=_CANCELLED_S)
             if self._end.done():
                 return self._end.result()
@@ -344,7 +344,8 @@ def refused(request: queue_pb2.ConsumeRequest, refusal: Refusal) -> queue_pb2.Se
 @contextlib.asynccontextmanager
 async def serving(server: FakeServer, address: str) -> AsyncGenerator[str, None]:
     """Serves at this address. Yields the address, with the port that was chosen if the given port was 0."""
-    # A client under test may send large messages. No other server may take a part of its connections.
+    # A client under test may send large messages. No other server may share the port, and get some of this server's
+    # connections.
     options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20)]
     listening = aio.server(options=options)
     queue_pb2_grpc.add_QueueServicer_to_server(cast("queue_pb2_grpc.QueueServicer", server), listening)

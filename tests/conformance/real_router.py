@@ -23,7 +23,8 @@ _SUCCEEDED = job_pb2.JOB_STATE_SUCCEEDED
 
 
 class Bench:
-    """The router, its database and a client, for one scenario. The scenario's org lives on a shard that may go away."""
+    """The router, its database and a client, for one scenario. The scenario's org lives on a shard whose database may
+    stop answering."""
 
     def __init__(self, server: Server, database: str, routers: Routers, client: Client, org: str) -> None:
         self.org = org
@@ -79,7 +80,7 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def outage(self) -> AsyncGenerator[None, None]:
-        """The org's database is away during the block."""
+        """The org's database does not answer during the block."""
         with self._server.away(self._database):
             yield
         await self._until_served()

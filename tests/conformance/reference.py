@@ -262,7 +262,7 @@ class ReferenceWorker:
         self._loop.call_later(pause_s, self.wake.set)
 
     def on_too_large(self, message: Message) -> None:
-        """No part of the message took effect, and its credit did not count either."""
+        """Nothing in the message took effect, and its credit did not count either."""
         self.credit -= message.credit
         half = len(message.entries) // 2
         # A message of one entry cannot be split, so its lease will expire.

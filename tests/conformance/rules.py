@@ -15,7 +15,7 @@ from windrow.v1 import queue_pb2
 HANDLERS, ROOM = 4, 8
 UNANSWERED_MAX = 2
 ENTRIES_MAX = 1000
-# The part of a pause for which a client must wait at least, because timers are not exact.
+# A client must wait for at least this share of a pause. The share is less than 1 because timers are not exact.
 EARLY = 0.95
 ENDINGS = {verb.method.lower() for verb in VERBS} - {"extend"}
 
@@ -78,7 +78,7 @@ def _check_message(message: queue_pb2.ConsumeRequest, said: list[tuple[str, byte
 
 
 def _check_endings(transcript: Transcript) -> None:
-    """A client ends a lease once. It may repeat that only if there was no answer, or an error."""
+    """A client ends a lease once. It may repeat this entry only if there was no answer, or an error."""
     said_of: dict[bytes, list[Saying]] = {}
     for said in transcript.sayings():
         said_of.setdefault(said.lease, []).append(said)

@@ -148,7 +148,7 @@ class RepeatSettlements(Scenario):
         stage.server.settle = settle
         leases = stage.server.give(*["0"] * 8)
         await stage.until_acked(*leases)
-        # One job more: a client that gave credit again with a repeated message has too much credit after it.
+        # One job more: if the client gave credit again with a repeated message, it has too much credit after this job.
         await stage.until_acked(*stage.server.give("0"))
 
     async def real(self, bench: Bench) -> Transcript:

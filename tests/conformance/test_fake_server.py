@@ -14,8 +14,8 @@ from tests.conformance.stage import Client, Outcome, StartClient, play
 from tests.conformance.wrong_clients import WRONG
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
-# How long a scenario waits for what is expected. A wrong client never does it. The time includes the steps before, in
-# which all clients are busy at the same time.
+# How long a scenario waits until the client does what is expected. A wrong client never does this. The time includes
+# the steps before, in which all clients are busy at the same time.
 WRONG_PATIENCE_S = 12.0
 
 

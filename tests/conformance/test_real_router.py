@@ -15,7 +15,7 @@ from tests.postgres import Server
 from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
 from tests.streams import Client, client
 
-# The first shard has the catalog, and never goes away.
+# The first shard has the catalog, and always answers.
 STEADY, SHAKY = "s1", "s2"
 DATABASES = {STEADY: "conformance_steady", SHAKY: "conformance_shaky"}
 CALM = {scenario.name: scenario for scenario in SCENARIOS if not (scenario.only_fake or scenario.disturbs)}
@@ -39,8 +39,8 @@ async def play(scenario: Scenario, postgres: Server, routers: Routers) -> None:
 
 
 async def _org_on_shaky(near: Client) -> str:
-    """Returns a new org. The scenario before may have taken the shard away; the router notices its return a moment
-    later."""
+    """Returns a new org. During the scenario before, the shard may not have answered; the router notices the shard's
+    return a moment later."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             try:

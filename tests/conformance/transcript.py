@@ -1,8 +1,8 @@
 """What a client and a server sent to each other, in order. This module has no I/O and makes no verdicts.
 
-The fake server writes a transcript on its side, and the reference client on its own. The same expectations judge both.
-The server records an answer before it sends the answer, and the client after it has received it. So an order that
-follows from the contract (first the answer, then the next message) is the same on both sides.
+The fake server writes a transcript on the server's side, and the reference client on the client's side. The same
+expectations judge both. The server records an answer before it sends the answer, and the client after it has received
+it. So an order that follows from the contract (first the answer, then the next message) is the same on both sides.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def visit(name: str, model: Model[S]) -> Explored:
     # The number of a state is its place in this list. States are large, so each is hashed once for each step to it.
     states = [model.start()]
     numbers = {states[0]: 0}
-    # How each state was first reached, and all states that lead to it.
+    # How each state was reached for the first time, and all states that lead to each state.
     origins: list[tuple[int, str] | None] = [None]
     before: list[list[int]] = [[]]
 

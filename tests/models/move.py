@@ -1,25 +1,27 @@
 """The protocol that moves a slot, as a model small enough to visit every reachable state.
 
 docs/decisions/0017-moving-slots.md describes what each step writes; here each step is a function from a state to the
-next. `Rule` names the rules that keep a move safe: without any one of them, the search must find a violation
+next. `Rule` names the rules that keep a move safe. If any one of them is left out, the search must find a violation
 (tests/property/test_move_model.py).
 
 The model has one slot, two shards and the catalog. The slot moves there, back, and there again.
 
 - Producers repeat the same job, or send another one with the same dedup key. They do so at any time, through routers
   with any past or present placement. They also send a job whose dedup key belongs to another job by now. A call has
-  three parts, between which others can run: it asks the former owners, its statement takes a snapshot, and it commits.
+  three steps, between which other processes can run: it asks the former owners, its statement takes a snapshot, and it
+  commits.
 - Consumers claim wherever a job is visible. They ack and nack, and lose leases. Jobs die, are redriven and cancelled.
 - One balancer has no memory, and may crash and restart between any two steps. Other balancers believe that they lead:
   each decides on a step, freezes, and runs the step at any later time, or never.
 - Routers start, and grant slots by an old catalog. Callers change a queue's configuration and look jobs up by id,
   through routers with any old placement.
 
-The model has at most two jobs, one slot, two shards, three moves and two frozen balancers. It has no time: that an id
-is too new for a former owner to know it only saves a question, and a dedup window has ended from the beginning, or
-never ends. No database fails inside: a commit is durable, and a statement is one step unless the record says that it is
-two. A lease token is only the shard that it names. A claim may take any job. The configuration does not change on the
-source while slots leave it. Orgs that get a slot of their own are in tests/models/pins.py.
+The model has at most two jobs, one slot, two shards, three moves and two frozen balancers. The model has no time. So it
+does not model that a former owner is not asked about an id that is too new for it, because this only saves a question.
+A dedup window has ended from the beginning, or never ends. No database fails inside: a commit is durable, and a
+statement is one step unless the decision record says that it is two. A lease token is only the shard that it names. A
+claim may take any job. The configuration does not change on the source while slots leave it. Orgs that get a slot of
+their own are in tests/models/pins.py.
 """
 
 from __future__ import annotations
@@ -122,7 +124,7 @@ class Placement(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call that waits in its router or in Postgres, where others can run before it continues."""
+    """A call that waits in its router or in Postgres. Other processes can run before the call continues."""
 
     # "asked": the former owners do not know the job. "admitted": a snapshot found the slot owned, and the call will
     # commit. "looking": the shards asked so far do not know the job.
@@ -202,7 +204,7 @@ class Scenario:
     name: str
     # The dedup key of each job.
     keys: tuple[str | None, ...] = (None,)
-    # Whether the jobs exist from the beginning, or are enqueued on the way.
+    # Whether the jobs exist from the beginning, or are enqueued later.
     jobs_exist: bool = False
     # Whether the first job exists from the beginning and the window of its dedup key has ended, so that another job may
     # take the key.

@@ -2,11 +2,12 @@
 
 docs/decisions/0017-moving-slots.md describes what each step writes. tests/models/move.py models how one slot moves;
 here there are two slots, the org's hash slot and its own, which move independently. `Rule` names the rules that keep
-this safe: without any one of them, the search must find a violation (tests/property/test_pin_model.py).
+this safe. If any one of them is left out, the search must find a violation (tests/property/test_pin_model.py).
 
 The model has one org with one job and one queue, two shards and the catalog. An operator pins the org at any time.
-Routers with any past or present catalog repeat the job, and create the org's row by its hash, and the queue. Balancers
-may stop anywhere, and others freeze between a decision and its step. Routers start, and grant slots.
+Routers with any past or present catalog repeat the job. They also create the org's row, in its hash slot, and the
+queue. Balancers may stop anywhere, and other balancers freeze between a decision and its step. Routers start, and grant
+slots.
 
 Chunks, leases, dead jobs, dedup keys and lookups are only in tests/models/move.py. Here jobs leave one shard and arrive
 on the other in one step, and a shard is closed when no enqueue is running there.
@@ -102,7 +103,7 @@ class Catalog(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call that waits at a point where others can run before it continues."""
+    """A call that waits. Other processes can run before the call continues."""
 
     # "asked": the former owners do not know the job. "making": the queue is being created. "admitted": a snapshot found
     # the call's slot owned, and the call will commit.
@@ -299,8 +300,8 @@ class _Model:
                     assert_never(call.stage)
 
     def _come(self, state: State, call: Call, others: tuple[Call, ...]) -> Iterator[tuple[str, State]]:
-        """Lets a call come to its shard. Creates the org, by its hash, and the queue if they are missing. A call that
-        the shard refuses changes nothing."""
+        """Lets a call come to its shard. If the org is missing, creates it in its hash slot. If the queue is missing,
+        creates it too. A call that the shard refuses changes nothing."""
         name, shard = _NAMES[call.place], state.shards[call.place]
         if shard.queue is None:
             org = _HASH if shard.org is None else shard.org

@@ -1,6 +1,6 @@
 """Work continues while slots move there and back, orgs get slots of their own, and balancers die. Each job is stored
-once and acked once, whatever placement routers have (I1, I2, I3, I5, I6). A seed decides what happens when, together
-with the scheduling of the databases."""
+once and acked once, even if the placements that routers have are old (I1, I2, I3, I5, I6). What happens when depends on
+a seed, and on the scheduling of the databases."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from tests.pair import A, B, Died, Fate, Pair, mortal_mover, open_pair
 
 ORGS, QUEUES, KEYS = 3, ("a", "b"), 8
 MOVES = trials(4, thorough=20)
-# Producers add no new jobs while this many are open. On a slow machine the one consumer would otherwise fall ever
-# further behind.
+# Producers add no new jobs while this many jobs are open. Otherwise, on a slow machine, the only consumer would fall
+# further and further behind.
 OPEN_MAX = 200
 PATIENCE_S = 60.0
 

@@ -1,5 +1,5 @@
 """Any order of firings, calls of operators and ends of jobs, through two routers at the same time: no instant is stored
-twice, none is forgotten (I10), and no run waits in vain."""
+twice, none is forgotten (I10), and no run waits for ever."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.effort import luck_of, trials
 from tests.jobs import lease_jobs
 from tests.schedules import DAILY, HOUR_US, Shard
 
-# With it, an instant may be decided later than one that comes after it.
+# With this jitter, an instant may be decided later than the instant after it.
 _JITTER_US = 3 * HOUR_US
 _WINDOW_US = 2 * HOUR_US
 _ACTS = ("fire", "fire", "fire", "trigger", "backfill", "backfill", "end one", "end all", "wake", "pause", "change")
@@ -113,10 +113,11 @@ class _Play:
         )
 
     async def pass_time(self, hours: int) -> None:
-        """All that the schedule has to do with time becomes so much older."""
+        """Moves all times of the schedule and of its runs into the past by this many hours."""
         by_us = hours * HOUR_US
         self._created_us = Micros(self._created_us - by_us)
-        # Far away first: an instant must not meet another one on its way.
+        # Move the instants far away first. Otherwise an instant could become equal to another one that is not moved
+        # yet.
         for step_us in (10_000 * HOUR_US, -10_000 * HOUR_US - by_us):
             await self._first.database.run(
                 b"UPDATE windrow.schedule_run r SET at = at + %(by)s * interval '1 us', "
@@ -133,7 +134,8 @@ class _Play:
         )
 
     async def check(self) -> list[Run]:
-        """The counts are right, and each run that is stored has a job of its own. Returns the runs."""
+        """Asserts that the counts are right, and that each run that is stored has a job of its own. Returns the
+        runs."""
         schedule = (await self._first.admin.get(self._org, DAILY)).schedule
         runs = await self._first.runs(self._org)
         assert schedule.buffered == sum(run.outcome is RunOutcome.BUFFERED for run in runs)
@@ -147,7 +149,8 @@ class _Play:
         return runs
 
     async def end(self) -> None:
-        """Ends all jobs: no run waits any more then. Each instant since the beginning is stored or told as skipped."""
+        """Ends all jobs. Asserts that no run waits after that, and that each instant since the beginning is stored or
+        reported as skipped."""
         await self._first.admin.set_paused(self._org, DAILY, paused=False, epoch=1)
         for _ in range(1000):
             ended = await self._end_jobs(self._first, 1000)

@@ -138,7 +138,7 @@ class Sent(NamedTuple):
     """One call of a producer, and the result of its handover."""
 
     wishes: list[Wish]
-    # For positions in the call: the lease under which a waiting consumer gets the job.
+    # For some positions in the call: the lease under which a waiting consumer gets the job at this position.
     takers: dict[int, int]
     told: list[Handed]
 
@@ -217,9 +217,9 @@ def world(module_dsn: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
             runner.run(each.close())
 
 
-# A draw must not depend on the state. Otherwise two runs of one example could differ, because Postgres breaks
-# ties differently or two stores come in another order. So examples draw numbers, which select modulo the number of
-# candidates.
+# What Hypothesis draws must not depend on the state. Otherwise two runs of one example could differ, because Postgres
+# breaks ties differently or two stores come in another order. So examples draw numbers. A number modulo the number of
+# candidates selects a candidate.
 numbers = st.integers(0, 999)
 given_picks = st.lists(
     st.tuples(st.sampled_from(("live", "overtaken", "ended", "any")), numbers), min_size=1, max_size=4
@@ -264,7 +264,7 @@ alterations = st.builds(
 )
 stores_ = st.integers(0, 1)
 queue_lists = st.one_of(st.just(list(QUEUES)), st.lists(st.sampled_from(QUEUES), min_size=1, unique=True))
-# The first org is drawn more often, because interesting histories need many calls to one org.
+# The first org is chosen more often, because interesting histories need many calls to one org.
 orgs = st.sampled_from((0, 0, 0, 1))
 seldom = st.sampled_from((False, False, False, False, True))
 
@@ -351,8 +351,9 @@ class StoreMachine(RuleBasedStateMachine):
                 self.enqueue(stores, tenants, data)
 
     def enqueue(self, stores: Sequence[int], tenants: Sequence[int], data: st.DataObject) -> None:
-        """Enqueues new jobs, and jobs that were sent before or by other calls too, as by producers that missed the
-        answer. Some of the repeated jobs have another key or another queue. Consumers wait for some of the jobs."""
+        """Enqueues new jobs, and also jobs that were sent before or that other calls send at the same time, as
+        producers do that missed the answer. Some of the repeated jobs have another key or another queue. Consumers wait
+        for some of the jobs."""
         calls: list[Sent] = []
         for org in tenants:
             tenant = self.orgs[org]
@@ -417,7 +418,7 @@ class StoreMachine(RuleBasedStateMachine):
         named: dict[JobId, JobId] = {}
         for at, wish in enumerate(wishes_):
             if wish.id in named:
-                # The answer is that of the position where the job was first named.
+                # The answer is the same as for the position at which the call named the job first.
                 known[at] = named[wish.id]
             elif wish.id in self.model:
                 known[at] = wish.id
@@ -519,7 +520,8 @@ class StoreMachine(RuleBasedStateMachine):
         return job.wish.org == org and job.state == "leased" and job.lease == held.number
 
     def missed(self, held: Held, org: OrgId, same: Outcome | None) -> Answer:
-        """Returns the answer for a lease that is not live: OK if the same call had ended it."""
+        """Returns the answer for a lease that is not live. The answer is OK if a call of the same kind had ended the
+        lease."""
         job = self.model[held.job]
         if job.wish.org != org:
             return Answer.NOT_FOUND
@@ -532,7 +534,7 @@ class StoreMachine(RuleBasedStateMachine):
         return self.orgs[self.orgs.index(org) - 1] if foreign else org
 
     def end_or_extend(self, stores: Sequence[int], foreign: Sequence[bool], data: st.DataObject) -> None:
-        """Makes consumers' calls with leases, live or not, and seldom in another org's name."""
+        """Makes consumers' calls with leases, live or not, and rarely in another org's name."""
         how = data.draw(st.sampled_from(("ack", "nack", "extend", "release", "snooze")))
         picks = [data.draw(given_picks) for _ in stores]
         drawn = data.draw(st.lists(hows, min_size=4, max_size=4))

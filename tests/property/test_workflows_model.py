@@ -43,7 +43,7 @@ def graphs(draw: st.DrawFn) -> Edges:
 
 @dataclass(kw_only=True)
 class Model:
-    """What should become of a workflow."""
+    """The expected state of a workflow."""
 
     # The edges of each node. A node comes after its parents.
     edges: Edges
@@ -59,7 +59,7 @@ class Model:
     paused: bool = False
 
     def settle(self) -> None:
-        """Ends and frees nodes as it follows from the ends so far, until nothing changes."""
+        """Ends and frees the nodes that must end or be freed after the ends so far, until nothing changes."""
         changed = True
         while changed:
             changed = False
@@ -111,7 +111,7 @@ class Model:
 class WorkflowsMachine(RuleBasedStateMachine):
     runner: ClassVar[asyncio.Runner]
     database: ClassVar[Database]
-    # Whether a fold takes in small portions.
+    # Whether folds work in small portions.
     portions: ClassVar[bool]
 
     @initialize(edges=graphs(), marks=st.sets(st.integers(0, NODES_MAX - 1), max_size=3))
@@ -133,7 +133,7 @@ class WorkflowsMachine(RuleBasedStateMachine):
         self.compare()
 
     def teardown(self) -> None:
-        # A check reads all workflows of the shard. Without this it would take longer with each example.
+        # A check reads all workflows of the shard. Without the TRUNCATE, checks would take longer with each example.
         of_workflows = b"windrow.workflow, windrow.workflow_node, windrow.workflow_edge, windrow.workflow_arrival"
         self.do(self.database.run(b"TRUNCATE windrow.job, " + of_workflows, {}))
 
@@ -205,7 +205,7 @@ class WorkflowsMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 99), router=st.integers(0, 1))
     def signal(self, number: int, router: int) -> None:
-        """Gives a signal, early, in time or again. Too late a signal is refused."""
+        """Gives a signal early, in time or again. A signal that comes too late is refused."""
         if not self.model.signals:
             return
         node = sorted(self.model.signals)[number % len(self.model.signals)]
@@ -239,7 +239,7 @@ class WorkflowsMachine(RuleBasedStateMachine):
         self.compare()
 
     async def leased_by(self, flows: Flows) -> dict[str, Lease]:
-        """Claims for another router."""
+        """Claims through the other router."""
         self.callbacks |= await flows.claim() & CALLBACKS.keys()
         leases, flows.leases = flows.leases, {}
         return leases
@@ -297,7 +297,7 @@ class WorkflowsMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 99), router=st.integers(0, 1))
     def wait_again(self, number: int, router: int) -> None:
-        """A job that runs again finds that the nodes have ended, and goes on."""
+        """A job that runs again finds that the nodes have ended, and continues."""
         adders = sorted(self.waited.keys() & self.model.running)
         if adders:
             adder = adders[number % len(adders)]
@@ -353,7 +353,7 @@ class WorkflowsMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 5))
     def cancel_all(self, number: int) -> None:
-        """Cancels the workflow, but seldom, because that ends everything."""
+        """Cancels the workflow, but rarely, because that ends everything."""
         if number or self.model.state != "running":
             return
         flows = self.routers[1]

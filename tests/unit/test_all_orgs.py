@@ -1,4 +1,4 @@
-"""The list of all orgs, merged from the shards: each org once, in order, also while it moves."""
+"""The list of all orgs, merged from the shards: each org once, in order, also while an org moves."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The memory that a method reserves for its answer is enough for the largest answer that the contract and the modules
-behind it allow (I9)."""
+"""The memory that a method reserves for its answer is enough for the largest answer that the contract and the router's
+modules allow (I9)."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ TEXTS = {
     "ListOrgsResponse.next_page_token": 2048,
     "Failure.type": limit(job_pb2.Failure, "type", Rule.STRING_MAX_BYTES),
     "Failure.message": limit(job_pb2.Failure, "message", Rule.STRING_MAX_BYTES),
-    # Causes leave it out.
+    # Causes leave the stack out.
     "Failure.stack": 0,
     "payload": 65_536,
     "cron": 256,
@@ -119,7 +119,7 @@ TEXTS = {
 }
 # How many items lists have, by field.
 ITEMS = {
-    # Those where an org is, and those that it has left.
+    # The shards where an org is, and the shards that the org has left.
     "unavailable_shards": 16,
     "ListOrgsResponse.unavailable_shards": SHARDS,
     "answers": limit(queue_pb2.AckRequest, "acks", Rule.REPEATED_MAX_ITEMS),
@@ -129,7 +129,7 @@ ITEMS = {
     # 1,000 of each shard, and the shards of an org have most of its queues in common.
     "GetStatsResponse.queues": 4 * 1000,
     "quarantines": 1000,
-    # Each kind of cause at most once, except the kinds that are quarantined and the shards that do not answer.
+    # Each sort of cause occurs at most once, except causes about quarantined kinds and about shards that do not answer.
     "causes": 16,
     "taken_kinds": 20,
     "waits_for": 10,
@@ -174,12 +174,12 @@ def largest(message: Descriptor) -> int:
 
 
 def size(field: FieldDescriptor) -> int:
-    # The tag, and the length in front of texts and messages.
+    # The bytes of the tag, and of the length in front of texts and messages.
     around = 2 if field.number < 16 else 3
     message = field.message_type
     match field.cpp_type:
         case FieldDescriptor.CPPTYPE_MESSAGE if message is not None and message.full_name == "google.rpc.Status":
-            # Memory for errors is reserved when it is known how many there are.
+            # Memory for errors is reserved later, when the number of errors is known.
             return 0
         case FieldDescriptor.CPPTYPE_MESSAGE if message is not None and message.GetOptions().map_entry:
             each = MAP_ENTRIES[message.name] + 6 + around
@@ -190,7 +190,7 @@ def size(field: FieldDescriptor) -> int:
         case FieldDescriptor.CPPTYPE_STRING:
             each = known(TEXTS, field) + around + 2
         case FieldDescriptor.CPPTYPE_BOOL | FieldDescriptor.CPPTYPE_ENUM:
-            # In a list, they are packed.
+            # In a list, values of these types are packed.
             each = 1 if field.is_repeated else 1 + around
         case _:
             each = 10 + around
@@ -222,7 +222,7 @@ def test_a_method_reserves_enough_memory_for_its_largest_answer(name: str) -> No
     elif name in ENDS_AT_ANSWER_BYTES:
         assert declared == ANSWER_HELD_BYTES
     elif name == "windrow.v1.Schedules.ListSchedules":
-        # A page of schedules has no payloads, and ends when their attributes fill LISTED_BYTES_MAX.
+        # A page of schedules has no payloads, and ends when the schedules' attributes fill LISTED_BYTES_MAX.
         one = largest(schedules_pb2.ScheduleInfo.DESCRIPTOR) - TEXTS["payload"]
         attributes = size(job_pb2.JobTemplate.DESCRIPTOR.fields_by_name["attributes"])
         assert reserved(declared, method) >= ITEMS["schedules"] * (one - attributes) + LISTED_BYTES_MAX + attributes
@@ -270,7 +270,7 @@ async def test_memory_for_the_refusals_of_an_independent_enqueue_is_reserved_bef
     answer = await service.Enqueue(request)
     assert isinstance(answer, Message)
     assert call.held >= answer.ByteSize() > 100_000
-    # Without room for them, the call is refused.
+    # Without room for the errors, the call is refused.
     other = serving(100_000)
     other.hold(90_000)
     with pytest.raises(RouterFull):

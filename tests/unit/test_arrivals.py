@@ -1,4 +1,5 @@
-"""How many bytes of a connection a router is done with: the count is never too high, and never stays far behind."""
+"""Counts the bytes of a connection that a router has processed: the count is never too high, and never stays far
+behind."""
 
 from __future__ import annotations
 
@@ -43,14 +44,15 @@ def test_no_byte_counts_as_done_with_while_a_call_goes_on_that_may_hold_it() -> 
         call(arrivals, 10)
     assert arrivals.done[PEER] == 30
     arrivals.end(PEER, unfinished)
-    # The count reaches the first of the three goals. The other two goals were ignored: a connection has one at a time.
+    # The count reaches the first of the three goals. The other two goals were ignored, because a connection has only
+    # one goal at a time.
     assert arrivals.done[PEER] == 1_000_030
 
 
 def test_a_request_of_which_a_part_had_come_is_not_counted_twice() -> None:
     arrivals = Arrivals()
     early = arrivals.begin(PEER)
-    # Half of its request has come.
+    # Half of the call's request has come.
     arrivals.catch_up({PEER: 500})
     arrivals.received(PEER, early, 1_000)
     arrivals.end(PEER, early)

@@ -1,4 +1,4 @@
-"""What router/gate/auth remembers, and what wrong keys cost the catalog."""
+"""What router/gate/auth remembers, and how many statements in the catalog wrong keys cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scale scenario concludes from its measurements."""
+"""What the scale scenario calculates from its measurements."""
 
 from __future__ import annotations
 

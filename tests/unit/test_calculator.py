@@ -1,4 +1,4 @@
-"""Calculations that take long run in one thread, one at a time, and orgs take turns."""
+"""Long calculations run in one thread, one at a time, and orgs take turns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BUSY, OTHER = OrgId("busy"), OrgId("other")
 
 
 class Begun:
-    """Calculations that each take until the test lets them end."""
+    """Calculations, each of which continues until the test lets it end."""
 
     def __init__(self) -> None:
         self.orgs: list[str] = []
@@ -58,7 +58,7 @@ async def test_orgs_take_turns_in_one_thread() -> None:
     await asyncio.sleep(0)
     begun.let_end(11)
     assert await asyncio.gather(*busy, other) == [BUSY] * 10 + [OTHER]
-    # Nine of the others came before it.
+    # The other org's calculation ran first or second, although all ten calculations of the busy org had come before it.
     assert begun.orgs.index(OTHER) <= 1
     assert len(begun.threads) == 1
     assert threading.get_ident() not in begun.threads
@@ -98,7 +98,7 @@ async def test_large_workflows_are_decoded_one_after_another_and_orgs_take_turns
     await asyncio.sleep(0)
     begun.let_end(6)
     answers = await asyncio.gather(*calls, return_exceptions=True)
-    # Begun.calculate checks that there is never more than one.
+    # Begun.calculate checks that there is never more than one calculation at a time.
     assert {type(answer) for answer in answers} == {ZeroDivisionError}
     assert begun.orgs.index(OTHER) <= 1
 
@@ -155,7 +155,7 @@ async def test_a_retry_that_is_stored_already_is_not_made_once_more(monkeypatch:
     made = await retried()
     assert made.workflow is not None
     assert made.workflow.names == ["a"]
-    # The router's own thread does not make it: the workflow may have 100,000 edges.
+    # The router's own thread does not make the new workflow, because this may have 100,000 edges.
     assert threads
     assert threading.get_ident() not in threads
     threads.clear()

@@ -1,4 +1,4 @@
-"""A router's copy of the catalog: a change is told to those who wait, whatever else fails."""
+"""A router's copy of the catalog: the tasks that wait for a change hear of it even if something else fails."""
 
 from __future__ import annotations
 

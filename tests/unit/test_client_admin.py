@@ -16,7 +16,8 @@ from windrow.v1.admin_pb2_grpc import AdminServicer, add_AdminServicer_to_server
 
 
 class FakeAdmin:
-    """Has a queue with 5,000 jobs to purge and to redrive. The calls get the limits of steps; `fails_at` fails."""
+    """Has a queue with 5,000 jobs to purge and to redrive. `steps` has the limit of each call. The call with the number
+    `fails_at` fails."""
 
     def __init__(self, code: StatusCode, fails_at: int, reason: str = "SHARD_UNAVAILABLE") -> None:
         self.code = code

@@ -442,7 +442,7 @@ async def test_channels_are_connections_of_their_own_and_take_turns(router: Fake
 async def test_a_connection_that_falls_silent_while_no_call_is_open_is_closed(
     router: FakeRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a NAT does that forgets a connection: nothing arrives any more, and nobody is told."""
+    """This happens if a NAT forgets the connection: nothing arrives any more, and neither side is told."""
     quick = {"grpc.keepalive_time_ms": 200, "grpc.keepalive_timeout_ms": 200, "grpc.http2.ping_timeout_ms": 200}
     options = tuple((name, quick.get(name, value)) for name, value in channels._OPTIONS)
     monkeypatch.setattr(channels, "_OPTIONS", options)

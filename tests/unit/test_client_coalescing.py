@@ -341,7 +341,7 @@ async def test_each_job_of_a_shared_call_carries_its_callers_trace(router: FakeR
 async def test_a_call_lasts_for_as_long_as_the_request_with_the_most_time_left(
     router: FakeRouter, client: Client
 ) -> None:
-    """A request that waited for a limit is older than the requests that go before it."""
+    """A request that waited for a limit is older than the requests that are sent before it."""
     loop = asyncio.get_running_loop()
     full = ResourceExhausted("full")
     full.reason, full.retry_after = LIMIT_REACHED, 0.3

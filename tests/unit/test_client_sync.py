@@ -61,7 +61,7 @@ async def test_every_verb_answers_as_the_asyncio_client_does(router: FakeRouter)
 def test_every_call_of_the_asyncio_client_is_there() -> None:
     calls = [name for name, _ in inspect.getmembers(Client, inspect.iscoroutinefunction) if name[0] != "_"]
     iterators = [name for name, _ in inspect.getmembers(Client, inspect.isasyncgenfunction) if name[0] != "_"]
-    # These take prepared requests, which only asyncio programs have.
+    # These methods take prepared requests, which only asyncio programs have.
     missing = [name for name in (*calls, *iterators) if not hasattr(SyncClient, name)]
     assert missing == ["send", "send_together"]
 
@@ -143,7 +143,7 @@ async def test_a_call_that_pauses_before_its_next_try_ends_when_another_thread_c
     router.scripts["GetJobs"] = failing(1, StatusCode.UNAVAILABLE, router, "GetJobs", retry_after_s=15)
     client = SyncClient(router.address, org="acme")
     call = asyncio.create_task(asyncio.to_thread(client.for_org("globex").get_jobs, [uuid7()]))
-    # The client remembers this just before its pause.
+    # The client sets `_heard` just before its pause.
     await router.until(lambda: client._client.calls._heard)
     await asyncio.to_thread(client.close)
     with pytest.raises(ClientClosed, match="the client was closed meanwhile"):
@@ -274,7 +274,7 @@ async def test_a_client_that_is_used_and_closed_while_the_interpreter_shuts_down
 
 
 def test_it_works_where_a_loop_is_running_in_the_calling_thread() -> None:
-    """A loop runs in the calling thread, as in a notebook's cell."""
+    """A loop runs in the calling thread. This is so in the cells of a notebook, for example."""
     addresses: list[str] = []
     ready, done = threading.Event(), threading.Event()
 
@@ -302,7 +302,7 @@ def test_it_works_where_a_loop_is_running_in_the_calling_thread() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 async def test_a_forked_process_is_asked_to_make_its_own_client(router: FakeRouter) -> None:
     client = SyncClient(router.address, org="acme")
-    # The parent has used it.
+    # This looks as if the parent process had used the client.
     client._pid = os.getpid() - 1
     with pytest.raises(ClientClosed, match="before a fork"):
         client.enqueue("q", "k")
@@ -339,7 +339,7 @@ with windrow.SyncClient(sys.argv[1], org="acme") as client:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 async def test_a_process_that_was_forked_while_a_client_was_open_is_told_so(router: FakeRouter) -> None:
-    """gRPC would crash there, or never answer."""
+    """In the forked process, gRPC would crash or never answer."""
     child, parent = await lines_of(FORKS, router, within_s=2 * WAIT_S)
     assert "close every client before the fork" in child
     assert parent == "False"
@@ -364,7 +364,7 @@ with client:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 async def test_a_client_that_nobody_has_used_works_in_every_process_that_is_forked(router: FakeRouter) -> None:
-    """As under gunicorn --preload, where the parent imports the module that makes the client."""
+    """`gunicorn --preload` does this: the parent process imports the module that makes the client."""
     assert await lines_of(FORKS_UNUSED, router, within_s=2 * WAIT_S) == ["False"] * 3
 
 
@@ -394,5 +394,5 @@ os.waitpid(child, 0)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells which threads there are")
 async def test_a_fork_after_a_close_waits_for_grpcs_last_threads(router: FakeRouter) -> None:
-    """In a process that is forked while they end, calls may never end."""
+    """If a process is forked while these threads end, its calls may never end."""
     assert await lines_of(FORKS_AT_ONCE, router, within_s=2 * WAIT_S) == ["True"]

@@ -72,7 +72,7 @@ async def test_a_handler_sees_what_the_producer_gave(client: Client) -> None:
         seen.append(job)
 
     await testing.run_job(worker, NewJob(**values))
-    # The job runs now, whatever its time is.
+    # The job runs now, even if its `run_at` is later.
     for name in both - {"run_at"}:
         assert getattr(seen[0], name) == values[name], name
 

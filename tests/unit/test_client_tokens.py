@@ -313,8 +313,8 @@ async def test_a_function_that_has_no_more_tokens_fails_the_call() -> None:
 
 
 def once_then(*then: str | Exception) -> tuple[Callable[[], str], deque[str | Exception]]:
-    """Returns a function that returns "old", and from then on one of these for each call, the last one again and again.
-    It raises errors."""
+    """Returns a function that returns "old", then one of `then` for each call, and then the last of `then` again and
+    again. If one of them is an error, the function raises it."""
     left = deque[str | Exception](["old", *then])
 
     def ask() -> str:

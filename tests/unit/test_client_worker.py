@@ -183,7 +183,8 @@ async def test_a_handler_whose_own_code_cancels_its_task_has_failed(
 async def test_jobs_are_released_when_all_tasks_of_the_loop_are_cancelled_together(
     router: FakeRouter, client: Client
 ) -> None:
-    """As asyncio.run() does at its end: the tasks of the handlers may be cancelled before run() notices anything."""
+    """`asyncio.run()` does this at its end. The tasks of the handlers may be cancelled before the worker's run()
+    notices anything."""
     worker = Worker(client, "q")
     begun = asyncio.Event()
 
@@ -270,7 +271,7 @@ async def test_handlers_that_suspend_run_at_the_same_time_up_to_the_concurrency(
         nonlocal inside, most
         inside += 1
         most = max(most, inside)
-        # This line waits until three handlers are here.
+        # This line waits until three handlers have come to it.
         await together.wait()
         inside -= 1
 
@@ -585,7 +586,7 @@ class Panic(BaseException):
 
 
 class RateLimited(Retry):
-    """An exception whose __init__ does not call its base's."""
+    """An exception whose `__init__` does not call the `__init__` of its base class."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -711,7 +712,8 @@ async def test_threads_and_the_worker_see_the_same_sign_that_a_job_is_lost() -> 
 
 
 async def test_an_error_with_half_a_character_is_told_without_it(router: FakeRouter, client: Client) -> None:
-    """The error has half a character, like the name of a file that is not UTF-8. No protobuf message can carry it."""
+    """The text of the error has half of a surrogate pair, as the name of a file has that is not UTF-8. No protobuf
+    message can have such a text."""
     worker = Worker(client, "q")
 
     @worker.handler("broken")
@@ -818,7 +820,7 @@ async def test_a_job_that_waits_too_long_goes_back_to_whoever_has_a_free_hand(
         await router.until(lambda: len(router.settled("Release")) == 2)
         assert sorted(router.settled("Release")) == sorted(job.id for job in wait)
         assert runs.id not in router.settled("Release")
-        # More jobs would only wait in the worker.
+        # The worker asks for no more jobs, because they would only wait in the worker.
         assert router.stream.credit == 0
         finish.set()
         await router.until(lambda: len(router.acks()) == 2)
@@ -1372,7 +1374,7 @@ async def test_a_third_signal_ends_a_worker_whose_handler_does_not_end_when_it_i
 async def test_a_worker_leaves_signals_to_a_program_that_handles_them(
     router: FakeRouter, client: Client, by_loop: bool
 ) -> None:
-    """As in a task beside a web server, which ends its workers itself."""
+    """The worker may be a task in the process of a web server, which ends its workers itself."""
     loop, worker, seen = asyncio.get_running_loop(), Worker(client, "q"), asyncio.Event()
     before = signal.getsignal(signal.SIGTERM)
     if by_loop:
@@ -1496,7 +1498,7 @@ async def test_an_error_that_time_cannot_heal_ends_the_worker(router: FakeRouter
 
 
 async def test_a_router_that_knows_no_streams_ends_the_worker_and_is_named() -> None:
-    """To wait would be pointless: this router will never offer streams."""
+    """It would be useless to wait, because this router will never offer streams."""
     router = aio.server()
     address = f"127.0.0.1:{router.add_insecure_port('127.0.0.1:0')}"
     await router.start()

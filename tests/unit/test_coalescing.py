@@ -116,8 +116,8 @@ def acts() -> Acts:
 
 @pytest.fixture(autouse=True, scope="module")
 def patience() -> Iterator[None]:
-    """No act counts as slow, and every iteration of the event loop counts as idle, however slow the machine is. So only
-    the test decides when acts begin."""
+    """No act counts as slow, and every iteration of the event loop counts as idle, even on a slow machine. So only the
+    test decides when acts begin."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("shard.queue.coalescer._IDLE_ITERATION_S", math.inf)
         patched.setattr("shard.queue.coalescer._SECOND_ACT_AFTER_S", 1000.0)
@@ -263,7 +263,7 @@ async def test_one_act_at_a_time_stays_one_though_another_caller_waits(
 
 async def test_an_act_takes_no_more_than_its_weight_in_the_order_of_the_calls(acts: Acts) -> None:
     coalescer = acts.coalescer(acts_max=1, weight=lambda call: call, weight_max=10)
-    # A call that is heavier than the limit goes alone. No call overtakes another call to fill an act.
+    # A call that is heavier than the limit gets an act of its own. No call overtakes another call to fill an act.
     results = [coalescer.submit(weight) for weight in (4, 6, 1, 99, 3, 5, 4)]
     for turn, expected in enumerate([[4, 6], [1], [99], [3, 5], [4]]):
         await turns()

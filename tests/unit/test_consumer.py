@@ -47,7 +47,7 @@ class Shard:
 
 
 class Stream:
-    """A receiver that has read whatever it gets."""
+    """A receiver that reads everything at once."""
 
     takes_once = False
 
@@ -119,7 +119,8 @@ async def test_two_shards_that_do_not_answer_leave_room_for_a_third() -> None:
 
 
 async def test_small_claims_on_a_busy_shard_do_not_keep_a_large_one_waiting() -> None:
-    """Small claims end one after another, and many small claims wait for the memory that they leave."""
+    """Small claims end one after another, and many other small claims wait for the memory that the ended claims
+    free."""
     buffer = Buffer(64 * MIB)
     shard = ShardName("busy")
 

@@ -1,4 +1,4 @@
-"""Functions of the database: what installs their texts, and what they repeat of the code."""
+"""Functions of the database: which migrations install their texts, and which values of the Python code they repeat."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FUNCTIONS = Path(schema.__file__).parent / "functions"
 
 
 def test_the_newest_migration_that_installs_a_function_installs_its_current_text() -> None:
-    """If this fails because a file has changed: a new migration must install it."""
+    """If this test fails because the file of a function has changed, a new migration must install the function."""
     newest: dict[str, str] = {}
     for migration in schema.migrations():
         assert len(migration.installs) == migration.script.count(b"-- INSTALL"), migration.name
@@ -34,7 +34,7 @@ def test_a_migration_keeps_its_checksum_when_the_text_of_a_function_that_it_inst
 
 
 def test_one_function_knows_the_default_retention() -> None:
-    """If this fails because the default has changed: a new migration must replace this function."""
+    """If this test fails because the default has changed, a new migration must replace this function."""
     texts = {file.stem: file.read_text() for file in FUNCTIONS.glob("*.sql")}
     found = {name: numbers for name, text in texts.items() if (numbers := re.findall(r"IS NOT NULL\), (\d+)\)", text))}
     assert found == {"kept_days": [str(RETENTION_DEFAULT)]}

@@ -24,7 +24,8 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
 # A file of this repository that a comment or a docstring names. There the path is not between backquotes.
 NAMED = re.compile(rf"(?<![\w./-])(?:{'|'.join(sorted(TOP))})/[\w./-]+\.(?:md|proto|py|sql|toml)\b")
-# The reader creates the first one; the second is a new file of a test.
+# The reader creates the first file. The second one is a new file of a test. The third one is in proto/, and generated
+# code names it without this folder.
 NOT_FILES = {"deploy/compose/secrets", "deploy/compose/new.toml", "router/keda/externalscaler.proto"}
 # Old entries name files that existed then.
 HISTORY = {"CHANGELOG.md"}

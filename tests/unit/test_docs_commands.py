@@ -17,7 +17,7 @@ from tests.unit.test_docs import CODE, FENCE, HISTORY, PAGES, ROOT, prose
 READ = [page for page in PAGES if page not in HISTORY and not page.startswith("docs/decisions/")]
 # A command stands at the beginning of a line, after another program, or after a variable that is set for it.
 COMMAND = re.compile(r"(?:^|\| |exec \w+ |[A-Z_]+=\S+ )(?:\./run )?windrow (?=[a-z-])(.*)")
-# SHELL: what ends a command in a shell. LEFT_OUT: what stands for a part that a page leaves out.
+# SHELL: the characters that end a command in a shell. LEFT_OUT: the texts that stand for what a page leaves out.
 SHELL, LEFT_OUT = re.compile(r"[|<>;&()]+"), re.compile(r"…|\[options\]|COMMAND")
 AN_ID = "019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55"
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -35,7 +35,8 @@ def of_prose(page: str) -> Iterator[str]:
 
 
 def words(text: str) -> list[str] | None:
-    """Returns the words after `windrow`. Returns None if the text has no such command, or leaves out a part of it."""
+    """Returns the words after `windrow`. Returns None if the text has no such command, or leaves out some words of the
+    command."""
     if not (found := COMMAND.search(text)) or LEFT_OUT.search(found[1]):
         return None
     lexer = shlex.shlex(found[1], posix=True, punctuation_chars="|<>;&()")

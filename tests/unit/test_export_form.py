@@ -1,4 +1,5 @@
-"""The format of exported days, which must not change because others rely on it, and the locations for exports."""
+"""The format of exported days, and the locations for exports. The format must not change, because programs of users
+rely on it."""
 
 from __future__ import annotations
 

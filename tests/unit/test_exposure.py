@@ -1,4 +1,5 @@
-"""A router refuses an address that others can reach, unless it has TLS and authentication or somebody allows that."""
+"""A router refuses an address that others can reach, unless it has TLS and authentication, or an operator allows such
+an address."""
 
 from __future__ import annotations
 

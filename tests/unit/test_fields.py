@@ -23,7 +23,7 @@ from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
 MIB = 1024 * 1024
 decode = bounded(queue_pb2.EnqueueRequest.FromString, queue_pb2.EnqueueRequest.DESCRIPTOR)
-# A lower limit, so that small examples reach it.
+# This limit is lower than the real one, so that small examples reach it.
 FEW = 5_000
 decode_few = bounded(queue_pb2.EnqueueRequest.FromString, queue_pb2.EnqueueRequest.DESCRIPTOR, fields_max=FEW)
 

@@ -1,4 +1,4 @@
-"""Floors: how far claims have come in each lane."""
+"""Floors: up to which time each lane has been claimed."""
 
 from __future__ import annotations
 

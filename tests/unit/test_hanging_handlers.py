@@ -1,4 +1,5 @@
-"""Handlers that hang time out and give their places back, however they run, and leave no memory behind."""
+"""Handlers that hang are timed out, give their places back, and leave no memory behind, in each way in which handlers
+can run."""
 
 from __future__ import annotations
 

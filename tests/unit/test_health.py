@@ -1,4 +1,5 @@
-"""The doctor's findings and their severities, computed from given facts: real ones would take too long to produce."""
+"""The doctor's findings and their severities, computed from given facts, because real facts would take too long to
+produce."""
 
 from __future__ import annotations
 

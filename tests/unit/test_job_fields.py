@@ -1,4 +1,4 @@
-"""A field of a job that is forgotten somewhere is found here, or in tests/integration/test_job_fields.py."""
+"""If a field of a job is forgotten somewhere, a test of this file or of tests/integration/test_job_fields.py fails."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_of_a_large_request_no_more_violations_are_looked_for_than_tell_its_item
     found = violations_of(request)
     assert found[0].field.startswith("jobs[0].template.attributes[")
     assert found[0].description.startswith("must not have NUL characters")
-    # To look for all 64,000 would keep the router process from serving anybody else for seconds.
+    # If the router process looked for all 64,000 violations, it would serve nobody else for seconds.
     assert 1000 < len(found) < 1300
     one_job = with_wrong_attributes(2, 50_000)
     assert len(violations_of(one_job)) < 3

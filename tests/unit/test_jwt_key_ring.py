@@ -136,7 +136,7 @@ async def test_a_file_that_becomes_an_empty_list_ends_all_tokens_and_its_next_ke
         await made.tokens.verify(token(OLD))
     with pytest.raises(Unauthenticated, match="not among the 0 of"):
         await made.tokens.verify(token(OLD, header={"alg": "Ed25519", "typ": "JWT"}))
-    # An answer that cannot be read is no empty list, and changes nothing.
+    # An answer that cannot be read does not count as an empty list, and changes nothing.
     await made.answers(b"")
     with pytest.raises(Unauthenticated):
         await made.tokens.verify(token(OLD))

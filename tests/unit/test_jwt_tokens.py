@@ -1,4 +1,4 @@
-"""Which JSON Web Tokens are taken, whom they name, and what the messages about refused tokens say."""
+"""Which JSON Web Tokens are accepted, which callers they name, and what the messages about refused tokens say."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def test_the_public_key_is_no_shared_secret() -> None:
     ):
         said = await refusal(tokens, hmac_signed(secret, {"alg": "HS256", "kid": "rsa"}))
         assert "algorithm is 'HS256'; taken are ES256, Ed25519, EdDSA, RS256" in said
-        # The header now names an algorithm that is taken, but the signature is still an HMAC.
+        # The header now names an algorithm that is accepted, but the signature is still an HMAC.
         assert "signature" in await refusal(tokens, hmac_signed(secret, {"alg": "RS256", "kid": "rsa"}))
 
 
@@ -143,7 +143,7 @@ async def test_a_clock_that_is_10_minutes_off_is_named(off_s: float) -> None:
     said = await refusal(tokens, token(KEYS[0], algorithm="Ed25519", exp=int(time.time()) + 300))
     assert "by this router's clock" in said
     assert "check the clocks of the issuer and of this router" in said
-    # The clock goes on during the test, so the seconds are not exact.
+    # Time passes during the test, so the seconds are not exact.
     assert re.search(r"expired 3\d\d s ago" if off_s > 0 else r"(600|5\d\d) s from now", said)
 
 

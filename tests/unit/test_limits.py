@@ -1,5 +1,5 @@
-"""What a router process decides about tokens, without a shard: how many tokens it draws, when it asks again, and whom
-it refuses meanwhile."""
+"""What a router process decides about tokens, without a shard: how many tokens it draws, when it asks again, and which
+calls it refuses meanwhile."""
 
 from __future__ import annotations
 
@@ -121,7 +121,8 @@ async def test_a_block_is_a_tenth_of_a_second_of_the_limit_at_most() -> None:
         await charge(opened, shard, jobs(20))
     # A draw asks for a block of at most 100 tokens, and for those that its call lacks.
     assert max(draw.wanted for draw in shard.draws) <= 100 + 20
-    # The calls came at once, so blocks grew to what the limit allows. So there are fewer draws than calls.
+    # All calls came at the same time, so blocks grew to the size that the limit allows. Therefore there are fewer draws
+    # than calls.
     assert len(shard.draws) < 25
 
 

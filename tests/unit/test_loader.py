@@ -1,4 +1,4 @@
-"""The importer's loop: neither a job nor a router that refuses something ends it."""
+"""The importer's loop continues if a job fails, and if a router refuses a call that may succeed later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watcher of a router's memory continues, whatever fails."""
+"""The watcher of a router's memory continues even if something fails."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_a_call_without_the_header_is_served() -> None:
         ("acme", ["acme", "other"]),
         ("acme", [""]),
         ("acme", ["ACME"]),
-        # A proxy that decodes this value has seen the org aA.
+        # If a proxy decodes this value, the proxy sees the org aA.
         ("a%41", ["a%41"]),
         ("a b", ["a+b"]),
         ("\ufffd", ["%FF"]),

@@ -25,7 +25,7 @@ def test_json_has_no_character_that_a_terminal_interprets_and_is_read_as_it_was(
 def test_a_line_has_no_character_that_a_terminal_interprets_whoever_chose_its_words(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # Such as the result of a job, or an id of a router that is none.
+    # The text may be the result of a job, or a text that a router sent as an id although it is not one.
     output.say("a result:\n\t\x1b]0;title\x07 \x9b31m \r \u202e Zoë")
     printed = capsys.readouterr().out
     assert printed == "a result:\n\t\\x1b]0;title\\x07 \\x9b31m \\r \\u202e Zoë\n"

@@ -1,4 +1,4 @@
-"""Periodic and everlasting tasks of a router: what becomes of them when they fail."""
+"""Periodic and everlasting tasks of a router: what happens when they fail."""
 
 from __future__ import annotations
 

@@ -155,6 +155,6 @@ def test_a_shard_that_leaves_gives_its_slots_away_evenly(shards: list[ShardName]
 
 
 def test_neighbouring_slots_go_to_different_shards() -> None:
-    # If each shard held one stretch of slots, a pattern in the hash would show in the load.
+    # If each shard held one contiguous range of slots, a pattern in the hash would make the load of the shards unequal.
     owners = new_cluster(dict.fromkeys(map(ShardName, ("s1", "s2", "s3")), 1.0))
     assert owners[:6] == ["s1", "s2", "s3", "s1", "s2", "s3"]

@@ -64,7 +64,8 @@ def messages_in(message: Message) -> Iterator[Message]:
 
 
 def without_options(file: FileDescriptorProto) -> FileDescriptorProto:
-    """Returns a file as generators see it that ignore rules. Rules are options that this process does not know."""
+    """Returns a file in the form in which generators that ignore rules see it. Rules are options that this process does
+    not know."""
     stripped = FileDescriptorProto()
     stripped.CopyFrom(file)
     stripped.ClearField("source_code_info")
@@ -78,7 +79,8 @@ def without_options(file: FileDescriptorProto) -> FileDescriptorProto:
 
 
 def comments(file: FileDescriptorProto) -> dict[tuple[int, ...], tuple[str, ...]]:
-    """Returns every comment, by the path of what it explains. Comments of imports are left out: paths count imports."""
+    """Returns every comment, by the path of what it explains. Comments of imports are left out, because their paths
+    contain the numbers of the imports."""
     return {
         tuple(place.path): (*place.leading_detached_comments, place.leading_comments, place.trailing_comments)
         for place in file.source_code_info.location

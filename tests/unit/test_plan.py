@@ -1,5 +1,5 @@
-"""What must move by the catalog and the cluster file: as little as possible, and nothing because of a temporary
-state."""
+"""What must move according to the catalog and the cluster file: as little as possible, and nothing because of a
+temporary state."""
 
 from __future__ import annotations
 

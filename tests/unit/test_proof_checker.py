@@ -391,7 +391,7 @@ def test_two_acks_of_one_job_are_found() -> None:
         settles=[settle(Verb.ACK, "j1", 12.0, lease=1), settle(Verb.ACK, "j1", 16.0, lease=2)],
         rows=[succeeded("j1", lease=2, history=[past(1, "expired", 10_000, 900_000)])],
     )
-    # The other two: the job was delivered after its ack, and the books lack the ack of the first lease.
+    # The other two violations: the job was delivered after its ack, and the books lack the ack of the first lease.
     assert found(given) == ["I2"] * 3
 
 
@@ -788,13 +788,14 @@ def test_a_move_and_its_way_back_pass() -> None:
 @pytest.mark.parametrize(
     "catalog",
     [
-        # Two writers. No writer. A writer that is not read. Three shards that are read.
+        # In this order: two writers; no writer; a writer that is not read; three shards that are read.
         [placed("s1 s2", "s1 s2", 1)],
         [placed("", "s1", 1)],
         [placed("s1", "s2", 1)],
         [placed("s1", "s1 s2 s3", 1)],
-        # The writer switched before the move began. The move began without a new epoch. The move ended at its own
-        # source. The writer switched under another epoch, went back to the source, or switched to a third shard.
+        # In this order: the writer switched before the move began; the move began without a new epoch; the move ended
+        # at its own source; the writer switched under another epoch, went back to the source, or switched to a third
+        # shard.
         [PLACED[0], placed("s2", "s2", 5)],
         [PLACED[0], placed("s1", "s1 s2", 1)],
         [*PLACED[:2], placed("s1", "s1", 5)],
@@ -811,8 +812,8 @@ def test_what_is_no_step_of_a_move_is_found(catalog: Sequence[Placed]) -> None:
 @pytest.mark.parametrize(
     "known",
     [
-        # The slot is opened again under the epoch that closed it, or under an older one. A chunk comes twice. A chunk
-        # is left out.
+        # In this order: the slot is opened again under the epoch that closed it; the slot is opened again under an
+        # older epoch; a chunk comes twice; a chunk is left out.
         [*ON_S1, owned("s1", 24.0, "owned", 5, chunk=2)],
         [*ON_S1, owned("s1", 24.0, "owned", 1)],
         [*ON_S1, ON_S1[-1]],
@@ -1747,7 +1748,7 @@ def test_a_job_that_waits_while_its_org_moves_may_come_again_and_wait_on_the_oth
     other = moving(given, began_s=10.0, ended_s=14.0, slot=SLOTS)
     assert about_waits(other) == ["I11"]
     assert about_waits(replace(other, pins={ORG: SLOTS})) == []
-    # The lease may have ended by itself before the router ended it there.
+    # The lease may have ended by itself before the router ended it.
     expired = job_that_waits(ended_as="expired")
     assert found(expired) == ["I2"]
     assert about_waits(moving(expired, began_s=11.0, ended_s=14.0)) == []
@@ -2019,7 +2020,7 @@ def test_a_job_of_a_run_that_is_nowhere_is_found() -> None:
 
 @pytest.mark.parametrize("was_lost", [True, False])
 def test_only_a_job_of_a_run_that_arrived_after_the_backup_may_be_nowhere(was_lost: bool) -> None:
-    """The job is dead, and so moves with its org."""
+    """The job is dead, so it moves with its org."""
     given = a_schedule()
     nacked = [*given.history.settles[:1], settle(Verb.KILL, "j2", 2.2, lease=1, answer=None)]
     dead = of_run("j2", 1004, state=State.DEAD)
@@ -2717,7 +2718,7 @@ def test_a_node_that_fails_too_early_or_although_it_had_its_signal_is_found() ->
     assert found(an_unsignalled_workflow(at_s=1004.9)) == ["I11"]
     for is_first in (True, False):
         assert found(an_unsignalled_workflow(signal(12.0, is_first=is_first))) == ["I11"]
-    # Its time began with its release, as did the transaction.
+    # The time of the node begins when the transaction that released the node began.
     given = an_unsignalled_workflow()
     for began_s, expected in ((1000.0, []), (1003.0, ["I11"])):
         release = Release("w", "j1", 1004 * SECOND_US, round(began_s * SECOND_US))

@@ -1,4 +1,4 @@
-"""How the trial of a quarantined kind is judged by a lookup of its job."""
+"""How a router judges the trial of a quarantined kind: by a lookup of the trial's job."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ UNASKED = {StatusCode.RESOURCE_EXHAUSTED}
 
 
 def part(file: str, begin: str, end: str) -> str:
-    """Returns the text between two strings that the file has, without the signs of comments."""
+    """Returns the text between two strings that the file has, without comment signs such as `//`."""
     text = re.sub(r"\n *(?://|#) ?", "\n", (ROOT / file).read_text())
     _, found, rest = text.partition(begin)
     part, ended, _ = rest.partition(end)

@@ -45,7 +45,7 @@ class Shard:
             raise ShardUnavailable(self.name, "as the test wants")
         due = not self.told or self.needed is not None
         if due and self.told and not self.postponed:
-            # The schedule that waits is looked at again in a moment.
+            # A moment later, the router looks at the waiting schedule again.
             self.postponed = True
             return Wake(Micros(0), Micros(1_000))
         if not due:

@@ -17,7 +17,7 @@ from tests.effort import luck_of, trials
 MINUTE = timedelta(minutes=1)
 DAY = timedelta(days=1)
 DAY_US = 86_400_000_000
-# Their clocks are set by an hour, by half an hour, at midnight, by a whole day, two more times a year, or never.
+# Zones whose clocks are set by an hour, by half an hour, at midnight, by a whole day, two more times a year, or never.
 ZONES = (
     *("Europe/Paris", "America/New_York", "Australia/Lord_Howe", "America/Sao_Paulo", "Pacific/Apia"),
     *("Africa/Casablanca", "Atlantic/Azores", "America/Havana", "Asia/Kolkata", "UTC"),
@@ -68,7 +68,8 @@ class Expression:
 
 
 def walls(zone: ZoneInfo, first: datetime, last: datetime) -> list[tuple[datetime, datetime]]:
-    """Returns each minute from a day before `first` to before `last`, and what the clock on the wall shows then."""
+    """Returns each minute from a day before `first` until just before `last`, each with the local time of the zone at
+    this minute."""
     minutes = (last - first + DAY) // MINUTE
     moments = [first - DAY + number * MINUTE for number in range(minutes)]
     return [(at, at.astimezone(zone).replace(tzinfo=None)) for at in moments]

@@ -1,4 +1,5 @@
-"""Callers that ask for one thing at the same time share the look-up. No answer is older than the caller's question."""
+"""Callers that ask for the same thing at the same time share one look-up. No answer is older than the caller's
+question."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ async def settled() -> None:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes no ask late, however busy the machine is, unless a test wants that."""
+    """Makes sure that no ask is late, even on a busy machine, unless a test wants that."""
     monkeypatch.setattr(asks, "_ASK_S_MAX", PATIENCE_S)
     monkeypatch.setattr(promises, "KEPT_S_MAX", 2 * PATIENCE_S)
     monkeypatch.setattr(asks, "KEPT_S_MAX", 2 * PATIENCE_S)
@@ -243,7 +243,7 @@ async def test_a_promise_keeps_places_until_its_outcome(pair: tuple[Process, Pro
     promise.end(delivery(shard, jobs, promise, but=[8]))
     await settled()
     assert sorted(few.ids + many.ids) == sorted(jobs.ids[:8])
-    # The place of the job that was not leased is free again, and its consumer looks for jobs itself.
+    # The place of the job that was not leased is free again, and the consumer of this place looks for jobs itself.
     assert (few.credit, many.credit, few.woken, many.woken) == (0, 4, 0, 1)
     assert {lease.number for one in (few, many) for each in one.got for lease in each.leases()} == set(
         shard.leased.values()
@@ -492,7 +492,7 @@ async def test_jobs_for_a_sibling_that_is_stopped_are_released_and_its_consumers
     assert shard.released == leases
     # The memory of the jobs is held until the sibling has read them.
     assert here.buffer.held > 0
-    # The sibling goes on, and reads the outcome before its timers fire.
+    # The sibling continues, and reads the outcome before its timers fire.
     for kept in promised._kept.values():
         kept.until_s = 0
     link._transport.resume_reading()  # type: ignore[union-attr]
@@ -706,7 +706,7 @@ def test_a_sibling_that_has_ended_at_once_costs_no_other_file_its_descriptor() -
             files.append(os.open(os.devnull, os.O_RDONLY))
         gc.collect()
         for file in files:
-            # The close fails if somebody else has closed the file.
+            # The close fails if the file was already closed by mistake.
             os.close(file)
 
     uvloop.run(connect_to_the_dead())

@@ -118,7 +118,7 @@ async def test_what_a_claim_did_not_use_goes_back_at_once_if_others_may_need_it(
     await until(lambda: shard.tokens == 9, "the others are given back")
     again = await starts.draw(ACME, buckets, 100)
     assert again is not None
-    # The claim before this one found one job, so this one takes two tokens.
+    # The claim before found one job, so this claim takes two tokens.
     assert (again.jobs, shard.tokens) == (2, 7)
 
 

@@ -1,4 +1,4 @@
-"""The end of a router process: when a task that it needs has failed, and when a step of its end hangs."""
+"""The end of a router process: if a task that the process needs has failed, and if a step of the end hangs."""
 
 from __future__ import annotations
 

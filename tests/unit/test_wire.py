@@ -1,5 +1,5 @@
 """Answers that the router writes as bytes: the generated code reads them, and would write the same bytes. Only an empty
-payload differs: it is written too, takes two bytes, and is read like an absent one."""
+payload differs: the router writes it too, it takes two bytes, and readers treat it like an absent payload."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from windrow.v1 import job_pb2, queue_pb2
 
 SHARD = ShardName("s1")
 ORG = OrgId("org")
-# Lengths around those at which a varint grows by a byte, alone or together with the job's other fields.
+# Lengths near those at which the varint of a length becomes one byte longer: the length of a field or of the whole job.
 EDGES = (0, 1, 30, 60, 127, 128, 129, 16_280, 16_383, 16_384, 16_385)
 LARGEST = 1_048_576
 

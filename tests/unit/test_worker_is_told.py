@@ -97,7 +97,7 @@ async def test_middleware_that_goes_on_after_a_thread_is_cancelled(router: FakeR
     async with running(worker):
         await ended.wait()
         await router.stream.tell(revoked=[answer(job.lease, CANCELLED)])
-        # The place of the job is free.
+        # The place of the job is free again.
         await router.until(lambda: sum(message.credit for message in router.stream.messages) == 2)
 
 

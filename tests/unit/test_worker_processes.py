@@ -170,7 +170,7 @@ async def test_no_job_gets_a_process_that_is_about_to_be_killed(
 async def test_the_end_of_a_process_is_seen_even_if_a_process_that_its_handler_forked_goes_on(
     router: FakeRouter, client: Client
 ) -> None:
-    """As the processes of a pool do, when the system has ended the handler's process because there was no memory."""
+    """The processes of a pool do this when the system has ended the handler's process because memory ran out."""
     worker = isolating(client, "forks_and_crashes", "add")
     crashing = router.give("forks_and_crashes")
     async with running(worker, within_s=PATIENCE_S):

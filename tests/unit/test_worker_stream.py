@@ -1,4 +1,5 @@
-"""How a worker handles a stream that breaks, hangs, refuses or ends: nothing is lost, and nothing spins."""
+"""How a worker handles a stream that breaks, hangs, refuses or ends: nothing is lost, and nothing is tried again and
+again without a pause."""
 
 from __future__ import annotations
 
@@ -326,7 +327,7 @@ async def test_no_more_is_asked_for_than_there_is_room_for(router: FakeRouter, c
 
 
 async def test_handlers_that_block_the_loop_are_as_slow_as_they_are(router: FakeRouter, client: Client) -> None:
-    """Such handlers run one after another, whatever the concurrency is. So jobs that must wait are left for other
+    """Such handlers run one after another, even if the concurrency is higher. So jobs that must wait are left for other
     workers."""
     running = Running(client, concurrency=50, prefetch=500)
 

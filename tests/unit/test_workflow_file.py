@@ -1,5 +1,5 @@
-"""What `windrow workflows start` says of a file that is no workflow: the file, the node, the field, the value, and what
-is allowed there."""
+"""What `windrow workflows start` says of a file that is no workflow: the file, the node, the field, the value, and
+which values are allowed."""
 
 from __future__ import annotations
 

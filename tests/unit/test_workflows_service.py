@@ -16,7 +16,8 @@ from windrow.v1 import workflows_pb2 as pb
 
 SERVICE = WorkflowsService(cast("Fleet", None))
 OPTIONS: Any = cast("Any", SERVICE.StartWorkflow).options
-# What a decoded field may take (router/codec/fields.py), and for how many bytes of memory a reserved one stands.
+# How many bytes of memory a decoded field may take (router/codec/fields.py), and for how many bytes of memory one
+# reserved byte stands.
 FIELD_BYTES, COPIES = 86, 4
 
 

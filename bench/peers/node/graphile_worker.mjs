@@ -6,8 +6,8 @@ const { Logger, makeWorkerUtils, run, runMigrations } = await load("graphile-wor
 const { default: pg } = await load("pg");
 
 const CONCURRENT_JOBS = 24;
-// The local queue holds this many batches. The performance page has 500 jobs at once for 24 workers. Our batches are as
-// large as callers are ready to wait for.
+// The local queue holds this many batches. The performance page lets 24 workers have 500 jobs at once. Our batches are
+// only as large as callers are ready to wait for.
 const LOCAL_QUEUE_BATCHES = 5;
 // Adds jobs as graphile-worker's own performance test does. The library's addJobs() would fetch every row that it made.
 const ADD_JOBS = {

@@ -19,10 +19,10 @@ _CLAIM_JOBS_MAX = 512
 _CONNECTIONS = 20
 # If nothing has happened for this long, the peer asks the database whether jobs are left.
 _QUIET_S = 0.01
-# The first worker of a fresh installation would do this, but producers need it earlier.
+# The first worker of a new installation would do this, but producers need it earlier.
 _ACTIVATE = b"SELECT awa.storage_auto_finalize_if_fresh('awa')"
-# Counts like awa's exact counts, but reads the small tables alone. They suffice, because no job is retried or deleted
-# here.
+# Counts like awa's exact counts, but reads only the small tables. These suffice, because this benchmark retries and
+# deletes no job.
 _COUNTS = b"""
 SELECT
     (SELECT coalesce(sum(awa.sequence_next_value(seq_name) - 1), 0) FROM awa.queue_enqueue_heads WHERE queue = %s),
@@ -69,8 +69,9 @@ class Peer:
         client = awa.AsyncClient(self._dsn, max_connections=_CONNECTIONS)
         client.task(_NoOp, kind=_KIND, queue=self._run)(handle)
         await client.start([{"name": self._run, "max_workers": _WORKERS, "claim_batch_size": _CLAIM_JOBS_MAX}])
-        # awa does not report when a job has finished in the database. But a worker waits for that before it takes
-        # another job. So there are at most as many jobs under way as workers, and none when no job is left.
+        # awa does not report when a job has finished in the database. But a worker takes its next job only after its
+        # last job has finished in the database. So at most as many jobs are under way as there are workers, and no job
+        # is under way when no job is left.
         before = -1
         while not self._stop.is_set():
             sure = returned - _WORKERS

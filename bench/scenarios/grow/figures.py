@@ -49,7 +49,7 @@ class Seen:
 
     @classmethod
     def of(cls, history: History, *, since_s: float) -> Self:
-        """Takes only the calls that were due after `since_s`."""
+        """Returns only the records of what was due after `since_s`."""
         calls = [call for call in history.calls if call.due_s >= since_s]
         return cls(
             calls=calls,
@@ -131,7 +131,7 @@ def figures(seen: Seen, phase: Phase, *, moved: Collection[str], watched: Collec
 
 def longest_gap_s(calls: Iterable[Call], phase: Phase, orgs: Collection[str]) -> float:
     """Returns the longest time between two successful enqueues of one of these orgs that overlaps the phase. Infinity:
-    an org had no successful enqueue before or after the time. NaN: `orgs` is empty."""
+    an org had no successful enqueue before the phase began, or none after the phase ended. NaN: `orgs` is empty."""
     ends: defaultdict[str, list[float]] = defaultdict(list)
     for call in calls:
         if call.verb is Verb.ENQUEUE and call.outcome is Outcome.OK and call.ended_s is not None:
@@ -146,5 +146,5 @@ def longest_gap_s(calls: Iterable[Call], phase: Phase, orgs: Collection[str]) ->
 
 
 def moved_slots(before: Sequence[str], after: Sequence[str]) -> set[int]:
-    """Returns the slots whose shards differ."""
+    """Returns the slots whose shard differs between `before` and `after`."""
     return {slot for slot, (old, new) in enumerate(zip(before, after, strict=True)) if old != new}

@@ -1,5 +1,6 @@
-"""A cluster grows by a third shard, and gives it up again, while it serves. The scenario edits the cluster file, as an
-operator would, and the balancer moves slots, while producers and workers of the Python client go on.
+"""A cluster gets a third shard, and loses this shard again, while it serves clients. The scenario edits the cluster
+file, as an operator would, and the balancer moves slots. Meanwhile producers and workers of the Python client continue
+to work.
 
 Producers record every job, and workers record every run of a job. At the end the scenario compares these records with
 the tables of all shards.
@@ -56,8 +57,8 @@ from shard.vocabulary import OrgId
 
 _SHARDS = 3
 _WORKERS = 2
-# A queue with ready jobs that nobody works on, and its share of the jobs that exist before the growth. The other jobs
-# are scheduled.
+# A queue whose ready jobs nobody takes, and its share of the jobs that exist before the growth. The other jobs are
+# scheduled.
 _KEPT, _KEPT_SHARE = "kept", 0.1
 _LATER = timedelta(days=1)
 _FILL_CALLS = 16
@@ -66,7 +67,7 @@ _WARM_S, _WARM_S_MAX = 5.0, 120.0
 # The workers keep up while the jobs that are stored but not taken yet are no more than this many seconds of load.
 _BEHIND_S = 0.5
 _LOOK_S = 0.5
-# If no slot has moved on for this long, the move is stuck.
+# If no move of a slot has made progress for this long, the moves are stuck.
 _STUCK_S = 120.0
 _DRAIN_S_MAX = 120.0
 _STEP_S = 1.0
@@ -91,7 +92,7 @@ class Plan:
     jobs: int = 1_000_000
     orgs: int = 5_000
     jobs_per_s: int = 2_000
-    # The length of the phase before the growth. The phase after it takes half as long.
+    # The length of the phase before the growth. The phase after the growth takes half as long.
     seconds: float = 60.0
     routers: int = 3
 
@@ -103,7 +104,7 @@ class Course:
     fill_s: float = 0.0
     phases: list[Phase] = field(default_factory=list[Phase])
     looks: list[Look] = field(default_factory=list[Look])
-    # For each phase: the CPU use of each sort of process, in cores.
+    # For each phase: the CPU use of each kind of process, in cores.
     cores: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     # The shard of each slot: with two shards, with three, and after one was drained.
     owners: list[list[str]] = field(default_factory=list[list[str]])
@@ -166,7 +167,7 @@ async def _run(stage: Stage, plan: Plan, bench: Bench, course: Course, meter: _M
         bench.say(f"drained in {course.phase('draining').seconds:.1f} s; in the end, for {plan.seconds / 4:g} s")
         async with _phase(course, "in the end", meter):
             await asyncio.sleep(plan.seconds / 4)
-        # Go on until each watched org has been called again.
+        # Continue until each watched org has been called again.
         await asyncio.sleep(_WARM_S)
 
 
@@ -186,7 +187,7 @@ class _Meter:
     balancer: int
 
     def seconds(self) -> dict[str, float]:
-        """Returns the CPU seconds of each sort of process."""
+        """Returns the CPU seconds of each kind of process."""
         return {
             "clients": cpu.of_processes(self.clients),
             "routers": cpu.of_processes(self.stage.routers.pids()),
@@ -195,7 +196,7 @@ class _Meter:
         }
 
 
-# ── What goes on ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── What happens ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def _fill(stage: Stage, plan: Plan, orgs: Sequence[str]) -> float:
@@ -361,7 +362,7 @@ def moved(course: Course, name: str, before: Sequence[str], after: Sequence[str]
 
 
 def demands(found: Sequence[PhaseFigures], moves: Sequence[Moved], verdict: Verdict) -> list[Demand]:
-    """Returns what must hold, and whether it does."""
+    """Returns the conditions that must hold, each with whether it holds."""
     by_name = {one.phase.name: one for one in found}
     before = by_name["before"]
     grown = moves[0]

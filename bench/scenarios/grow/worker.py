@@ -1,5 +1,5 @@
-"""`python -m bench.scenarios.grow.worker`: runs a `windrow.Worker` for each of its orgs. The handler only records which
-job it got. Ends when all jobs that it has are acked."""
+"""`python -m bench.scenarios.grow.worker`: runs a `windrow.Worker` for each of its orgs. The handlers only record which
+jobs they got. The process ends when all jobs that its workers have are acked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _worker(client: windrow.Client, site: Site, recorder: Recorder) -> windrow.W
     @worker.handler("no-op")
     async def no_op(job: windrow.Job) -> None:
         recorder.got(stream, [leased(lease=job.lease, attempt=job.attempt, payload=job.payload)])
-        # The worker does not report the outcome, so the run stays open in the history.
+        # The worker does not report the outcome of the ack, so this call has no end in the history.
         recorder.begin(Verb.ACK, client.org, {"leases": [job.lease.hex()]})
 
     return worker

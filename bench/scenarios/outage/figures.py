@@ -28,11 +28,11 @@ class Strike:
 
     sort: Sort
     shard: str
-    # The time from which calls count as calls before the kill.
+    # Calls from this time until the kill are the calls before the kill.
     began_s: float
     killed_s: float
-    # The time at which its restart, or its standby's promotion, was ordered, and the time at which Postgres was up
-    # again.
+    # The time at which the restart of Postgres, or the promotion of its standby, was ordered; and the time at which
+    # Postgres was up again.
     back_s: float
     up_s: float
     ended_s: float
@@ -45,18 +45,19 @@ class Outcome:
     before: Times | None
     away: Times | None
     back: Times | None
-    # By verb, for the same orgs: the times before the kill, and while the shard was away.
+    # For calls of the orgs on other shards, by verb: the times before the kill, and while the shard was away.
     by_verb: Mapping[str, tuple[Times | None, Times | None]]
     # How many calls of the other orgs failed after the kill.
     others_failed: int
-    # For calls of the shard's own orgs: the time from the kill to the first UNAVAILABLE. Then the time from the kill to
-    # the last answer, of the calls that were to be sent before the restart.
+    # For calls of the shard's own orgs: the time from the kill to the first UNAVAILABLE. Then the longest wait for an
+    # answer, of the calls that were due before the restart; a wait begins at the kill, or when the call was due if that
+    # was later.
     first_refused_s: float
     silent_s: float
     # The answers after the kill that are neither OK nor UNAVAILABLE, by code.
     odd: Mapping[str, int]
-    # The time from the order to restart or promote until the last of the shard's orgs was served, with no failed call
-    # after that.
+    # The time from the order to restart or promote until every org of the shard was served, with no failed call
+    # afterwards.
     served_s: float
 
     @property

@@ -54,13 +54,13 @@ _FAILED_OVER_S_MAX = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    # How many restarts, and how many fail-overs.
+    # The number of kills with a restart, and the number of kills with a fail-over.
     kills: int = 5
     # Each turn is an enqueue, a dequeue and an ack.
     turns_per_s: int = 300
     orgs: int = 30
     # The seconds of calls before each kill, and the seconds for which a shard is away before it is started again. Calls
-    # go on for half as long after its return.
+    # continue for half as long after the shard's return.
     seconds: float = 10.0
     routers: int = 2
 
@@ -79,7 +79,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
             strikes += [await _fail_over(stage, plan, bench, replicated, turn) for turn in range(plan.kills)]
             await finish(process)
             bench.say("reading tables and what clients saw")
-            # A rebuilt node has another server than the stage started.
+            # A node that was rebuilt has another server than the one that the stage started.
             dsns = {node.name: node.cluster.dsn for node in nodes} | {replicated.name: replicated.direct_dsn}
             seen, verdict = await asyncio.to_thread(judge, stage.histories, dsns, address=stage.routers.address)
     outcomes = [outcome(strike, seen.calls, homes) for strike in strikes]
@@ -107,7 +107,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
 
 
 def demands(outcomes: Sequence[Outcome], verdict: Verdict) -> list[Demand]:
-    """What must hold, and whether it does."""
+    """Returns the conditions that must hold, each with whether it holds."""
     restarts = [one for one in outcomes if one.strike.sort is Sort.RESTART]
     fail_overs = [one for one in outcomes if one.strike.sort is Sort.FAIL_OVER]
     return [
@@ -157,8 +157,8 @@ async def _orgs(stage: Stage, count: int) -> dict[str, str]:
 
 @asynccontextmanager
 async def _nodes(stage: Stage) -> AsyncGenerator[tuple[list[Node], Shard], None]:
-    """Yields a node for the server of each shard, and the first shard with its standby, which can fail over. The first
-    shard's server has the catalog too."""
+    """Yields a node for the server of each shard. Also yields the first shard together with its standby, to which it
+    can fail over. The first shard's server has the catalog too."""
     nodes = [Node(name, settings=SETTINGS, cluster=server) for name, server in stage.postgres.items()]
     standby = Node(f"{nodes[0].name}-standby", settings=SETTINGS)
     try:

@@ -2,7 +2,7 @@
 catalog and shards as a router does, over real connections. There is no gRPC, and there are no clients.
 
 The first line of its input names the parts. The process prints `ready`, and how many seconds and CPU seconds it took to
-make the parts. Then it answers each further line with a line of JSON. It ends when its input ends.
+make the parts. Then the process answers each further line with a line of JSON. It ends when its input ends.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Parts(Protocol):
         ...
 
     async def told(self) -> object:
-        """Returns what the parts have seen since the last time."""
+        """Returns what the parts have seen since the last call of `told`."""
         ...
 
 
 class Copies:
-    """Copies of the catalog: each router process has one. `told` returns the epochs that the copies have seen, each
-    with the time at which a copy had it."""
+    """Copies of the catalog, of which each router process has one. `told` returns the epochs that the copies have seen,
+    each with the time at which a copy had it."""
 
     def __init__(self, *, dsn: str, count: int, shards: Sequence[str]) -> None:
         self._weights = {ShardName(name): 1.0 for name in shards}
@@ -96,8 +96,8 @@ class Copies:
 
 
 class Bells:
-    """Doorbells of one shard: each router process has one. `told` returns how many µs each ring took. For this, a ring
-    names the microsecond at which it was asked for, in the place of a queue."""
+    """Doorbells of one shard: each router process has one. `told` returns how many µs each ring took. To make this
+    possible, a ring has the microsecond at which it was requested in the place of a queue's name."""
 
     def __init__(self, *, dsn: str, count: int) -> None:
         self._database = Database(ShardName("shard"), dsn, connections=2)
@@ -131,7 +131,7 @@ class Bells:
         self._late_us += [now_us - asked_us for asked_us in queues or ()]
 
     async def ring(self, *, per_s: float, seconds: float) -> None:
-        """Rings one doorbell, the first of all, `per_s` times a second."""
+        """Rings the first of the doorbells `per_s` times a second."""
         async for _ in _paced(per_s, seconds):
             self._bells[0].ring([QueueId(_now_us())])
 
@@ -234,15 +234,15 @@ def _now_us() -> int:
 
 
 def _thinned(late_us: list[int]) -> dict[str, object]:
-    """Returns how many values there are, and at most _VALUES_MAX of them with the same distribution, because an answer
-    should be one short line."""
+    """Returns how many values there are, and at most _VALUES_MAX of them with the same distribution. Not all values are
+    returned, because an answer should be one short line."""
     late_us.sort()
     step = -(-len(late_us) // _VALUES_MAX) or 1
     return {"count": len(late_us), "late_us": late_us[step - 1 :: step]}
 
 
 async def _paced(per_s: float, seconds: float) -> AsyncGenerator[None]:
-    """Yields `per_s` times a second. Makes up for late turns."""
+    """Yields `per_s` times a second. If it is late, it yields without a pause until it has caught up."""
     began_s = time.monotonic()
     for turn in range(round(per_s * seconds)):
         await asyncio.sleep(max(0.0, began_s + turn / per_s - time.monotonic()))
@@ -270,7 +270,7 @@ async def _run() -> None:
 
 
 def _read(loop: asyncio.AbstractEventLoop, lines: asyncio.Queue[str], task: asyncio.Task[None]) -> None:
-    """Reads lines into the queue. Cancels the task when the input ends, whatever the task waits for."""
+    """Reads lines into the queue. Cancels the task when the input ends, even if the task waits for something else."""
     for line in sys.stdin:
         loop.call_soon_threadsafe(lines.put_nowait, line)
     loop.call_soon_threadsafe(task.cancel)

@@ -72,7 +72,8 @@ class Plan:
     # The numbers of shards with which one router process is measured.
     members: tuple[int, ...] = (8, 32)
     seconds: float = 10.0
-    # Longer than the first marks of shards take (shard/placement/marks.py).
+    # How long to wait before a measurement. This is longer than the first marks of shards take
+    # (shard/placement/marks.py).
     settle_s: float = 8.0
 
 

@@ -1,4 +1,4 @@
-"""The figures of the scenario, and what follows from them for a cluster of the full size. Pure."""
+"""The figures of the scenario, and the costs of a cluster of the full size that are calculated from them. Pure."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Figures:
         ]
 
     def _whole(self) -> Table:
-        """Returns a table of what follows for the whole cluster."""
+        """Returns a table of the costs that are calculated for the whole cluster."""
         few, many = self.routers[0], self.routers[-1]
         each = self.member.connections_each
         backends = each * self.processes
@@ -327,7 +327,7 @@ def _member(member: Member) -> Table:
 
 def _enqueued(member: Member, enqueued: Sequence[Enqueued]) -> Table:
     def of_job(one: Enqueued, name: str) -> float:
-        """Returns what a job costs, without what is spent while there are no jobs."""
+        """Returns the cost of a job, without the cost of the time in which there are no jobs."""
         spent: float = getattr(one.spent, name)
         return (spent - _rate(member.waiting, name) * one.spent.seconds) / one.jobs
 

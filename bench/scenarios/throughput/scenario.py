@@ -1,5 +1,5 @@
 """Measures how many jobs a second are enqueued, are finished, and go through their whole life, by the size of batches
-and the number of callers; the CPU time that each sort of process spends on a job; and how much the database writes for
+and the number of callers; the CPU time that each kind of process spends on a job; and how much the database writes for
 a job.
 
 Windrow is compared with its upper limit and with peers. Other options compare it, for calls of one job, with an echo of
@@ -86,8 +86,8 @@ _BATCHES = {
     Beside.TLS_UNARY: (1,),
     Beside.GROUPS: (100,),
 }
-# Comparisons in which all systems get the same number of jobs. Another number would have more influence than telemetry
-# or TLS have. If jobs have groups, it would change how many of them wait.
+# Comparisons in which all systems get the same number of jobs. A different number of jobs would change the result more
+# than telemetry or TLS does. If jobs have groups, the number of jobs also changes how many of them wait.
 _ALIKE = frozenset({Beside.TELEMETRY, Beside.TLS, Beside.TLS_UNARY, Beside.GROUPS})
 # In these systems one half of the callers enqueues, and the other half works, when the whole life of jobs is measured.
 _SHARED_CALLERS = frozenset({UNARY, TLS_UNARY, SECURE_UNARY, ECHO})
@@ -107,8 +107,8 @@ class Plan:
     """`producers` and `workers`: numbers of client processes. If Windrow is compared with an echo, there are only
     `producers`, which enqueue and work, because an echo keeps its jobs in the process that made them. `callers` and
     `consumers`: how many enqueue, and how many work, in all client processes together; None: 8 callers, but 64 for
-    batches below 50, and as many consumers as callers. `jobs`: of a run; None: as many as take about `seconds`.
-    `written`: whether to measure how much the database writes, which takes 22 s more for each run."""
+    batches below 50, and as many consumers as callers. `jobs`: how many jobs a run has; None: as many as take about
+    `seconds`. `written`: whether to measure how much the database writes, which takes 22 s more for each run."""
 
     name: str = "throughput"
     beside: Beside = Beside.LIMIT
@@ -131,7 +131,8 @@ class Plan:
 
     @property
     def systems(self) -> tuple[str, ...]:
-        # With shares, the limit makes no sense: it has no routers, and would get only the share of the clients.
+        # With shares, the system `limit` makes no sense: it has no routers, and would get only the share of the
+        # clients.
         ours = (WINDROW, BATCHES, RAW) if self.share else _SYSTEMS[self.beside]
         return (*ours, *self.peers)
 
@@ -340,7 +341,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _share(text: str) -> Share:
-    """Three numbers with commas between them."""
+    """Parses three numbers with commas between them."""
     try:
         router, postgres, clients = map(positive, text.split(","))
     except ValueError:

@@ -171,7 +171,7 @@ def plots(samples: Sequence[Sample]) -> list[Plot]:
     first = lives[0].case
     lives = [one for one in lives if (one.case.shards, one.case.routers) == (first.shards, first.routers)]
     for axis, other in (("batch", "callers"), ("callers", "batch")):
-        # If the number of callers depends on the batch, draw all cases in one line.
+        # If the number of callers depends on the batch, plot all cases as one line.
         fixed = {getattr(sample.case.load, other) for sample in lives}
         crossed = len({sample.case.load for sample in lives}) == len(
             {getattr(sample.case.load, axis) for sample in lives}

@@ -1,6 +1,6 @@
 """Routers with traces, with metrics, or with both, and the processes that receive these: an OTLP sink and a scraper.
 
-Users run the receivers on other machines. Here the receivers take CPU time from the routers.
+Users run the receivers on other machines. In this benchmark, the receivers take CPU time from the routers.
 """
 
 from __future__ import annotations
