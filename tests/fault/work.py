@@ -51,9 +51,9 @@ class Work:
     stubs: Sequence[queue_pb2_grpc.QueueAsyncStub]
     recorder: Recorder
     orders: Orders = field(default_factory=Orders)
-    # Jobs that are due long after the test, so that there is always something to move.
+    # Jobs that become due long after the test, so that there are always jobs to move.
     scheduled: list[str] = field(default_factory=list[str])
-    # Jobs that were not found after their enqueue had been acknowledged, and lookups that failed.
+    # Two lists: jobs that were not found although their enqueue had been acknowledged, and lookups that failed.
     missing: set[str] = field(default_factory=set[str])
     lookups_failed: list[str] = field(default_factory=list[str])
     _keys: Iterator[str] = field(

@@ -1,7 +1,7 @@
 """Every field of every request with every kind of value that the contract forbids.
 
 A bad request is refused with a status that names the field, and changes nothing. The values name a seeded org, so that
-a request that is not refused shows in the books of the org.
+a bad request that is not refused changes the books of the org.
 """
 
 from __future__ import annotations
@@ -559,7 +559,7 @@ def limit_cases() -> Iterator[Bad]:
 
 @pytest.fixture(scope="module")
 def cluster(postgres: Server, template: str, tmp_path_factory: pytest.TempPathFactory) -> Generator[Stubs, None, None]:
-    """Two shards. One of them has an org with jobs in every state."""
+    """Two shards. One shard has an org with jobs in every state."""
     folder: Path = tmp_path_factory.mktemp("bad-input")
     config = write_cluster(folder / "cluster.toml", {shard: postgres.create(f"bad_input_{shard}") for shard in SHARDS})
     with running_routers(config) as routers, stubs(routers.address, ("grpc.max_send_message_length", -1)) as both:
@@ -796,7 +796,8 @@ def before(cluster: Stubs) -> dict[tuple[str, str], bytes]:
     return books_of(cluster)
 
 
-# One test for each RPC, not for each request: every worker collects all tests, and reports cost more than these calls.
+# One test for each RPC, not for each request: every process of pytest collects all tests, and the reports of tests cost
+# more than these calls.
 @pytest.mark.parametrize("rpc", sorted({bad.rpc for bad in CASES}))
 def test_a_bad_field_is_named_by_its_path_and_nothing_is_stored(
     cluster: Stubs, before: dict[tuple[str, str], bytes], rpc: str

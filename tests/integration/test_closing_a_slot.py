@@ -1,6 +1,6 @@
-"""What decision 0017 relies on when it closes a slot: an enqueue takes its snapshot after its table locks. So while one
-session holds windrow.owned_slot exclusively, no running enqueue has seen the slot open, and none sees it open
-afterwards."""
+"""Decision 0017 closes a slot in a way that relies on a rule of Postgres: an enqueue takes its snapshot after its table
+locks. So while one session holds windrow.owned_slot exclusively, no running enqueue has seen the slot open, and no
+enqueue sees the slot open afterwards."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_a_slot_is_not_closed_while_an_enqueue_that_found_it_open_is_under
         enqueue = group.create_task(store.enqueue(some_jobs(org, dedup_keys=["k"], dedup_window_us=HOUR_US)))
         await until_blocked(fresh_database)
         assert not await move_steps.close_slots(fresh_database, slots, epoch=2)
-        # The close that failed has changed nothing for other sessions either.
+        # The failed close has changed nothing for other sessions either.
         assert await store.enqueue(some_jobs(org)) == {}
         await rival.rollback()
     assert enqueue.result() == {}
@@ -80,8 +80,7 @@ async def test_who_freezes_while_he_closes_a_slot_does_not_hold_up_enqueues_for_
     async def close_and_freeze() -> None:
         async with frozen.transaction() as balancer:
             await balancer.execute(statements.LOCK_SLOTS, prepare=False)
-            # The enqueue waits until Postgres ends this idle session. An enqueue that waited for ten seconds would be
-            # refused.
+            # The enqueue waits until Postgres ends this idle session. An enqueue that waits for ten seconds is refused.
             assert await store.enqueue(some_jobs(org)) == {}
             await balancer.run(statements.CLOSE_SLOTS, {"slots": arrays.numbers([slot_of(org)]), "epoch": 2})
 

@@ -1,4 +1,4 @@
-"""Routers end old connections and streams: clients move to new ones, and no job is lost or worked twice."""
+"""Routers end old connections and streams: clients move to new ones, and no job is lost or run twice."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.streams import OK, QUEUE, acks, client, detail, new_job, retry_after_
 from windrow import Client, Job, JobState, Worker
 from windrow.v1 import queue_pb2
 
-# Connections are told to end after 3.6 to 4.4 s, and break 1.3 s later. Streams end after 0.8 to 1.2 s. This is much
-# sooner, so that even on a busy machine a stream ends before its connection breaks.
+# The router asks clients to leave a connection after 3.6 to 4.4 s, and breaks it 1.3 s later. Streams end much sooner,
+# after 0.8 to 1.2 s, so that even on a busy machine a stream ends before its connection breaks.
 AGE_S = 4.0
 CONNECTIONS = 3
 # A router process whose grace has no minimum: otherwise the streams would last for minutes.

@@ -1,4 +1,5 @@
-"""One statement's way to Postgres and back: its rows, its errors, and what remains when it is cut or cancelled."""
+"""One statement's way to Postgres and back: its rows, its errors, and what remains when its connection is cut or its
+caller is cancelled."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ WAIT = b"SELECT pg_advisory_xact_lock(%(lock)s)::text, pg_backend_pid()"
 
 @pytest.fixture
 async def single(module_dsn: str) -> AsyncGenerator[Database, None]:
-    """A pool of one connection: each statement gets the connection as the previous one left it."""
+    """A pool of one connection: each statement gets the connection as the previous statement left it."""
     opened = Database(SHARD, module_dsn, connections=1)
     await opened.open()
     yield opened
@@ -247,7 +248,7 @@ def test_the_first_statement_of_a_connection_that_has_been_cut_is_tried_again_on
             await database.open()
             try:
                 async with asyncio.timeout(30):
-                    # The connection is made and set up, but it has not run a statement yet.
+                    # The connection is open and set up, but it has not run a statement yet.
                     await database._pool.connected()
                     (pid,) = await watcher.states()
                     await watcher.terminate(pid)

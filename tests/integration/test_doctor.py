@@ -1,5 +1,5 @@
-"""`windrow doctor` on a real Postgres with problems that the tests cause: it names each problem, and the fix that it
-prints, pasted unchanged, solves the problem."""
+"""`windrow doctor` on a real Postgres with problems that the tests cause. The doctor names each problem and prints a
+fix. The fix, pasted unchanged, solves the problem."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Findings = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ward:
-    """A database with problems, and the command, which runs in this process."""
+    """A database with problems, and `windrow doctor`, which runs in this process."""
 
     file: Path
     dsn: str

@@ -59,7 +59,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """A folder in place of tmp_path: root's tmp_path has mode 700, so that the server's account could not enter it."""
+    """A folder that replaces tmp_path: root's tmp_path has mode 700, so the server's account could not enter it."""
     base = Path(tempfile.mkdtemp(prefix="windrow-test-")).resolve()
     base.chmod(0o755)
     yield base / "postgres"
@@ -79,13 +79,13 @@ def made() -> Iterator[Path]:
 
 @pytest.fixture
 def root_with_a(root: Path, made: Path) -> Path:
-    """A root folder with a stopped cluster "a", for tests of what comes after its first start: to make a cluster takes
-    half a second of CPU, and a copy far less."""
+    """A root folder with a stopped cluster "a", for tests of what comes after the first start of a cluster. To make a
+    cluster takes half a second of CPU, and to copy one takes far less."""
     root.mkdir()
     root.chmod(0o755)
     # cp keeps the owner of each file.
     subprocess.run(["cp", "-a", str(made), str(root / "a")], check=True)
-    # The copy picks a port of its own: another program may have taken the old one meanwhile.
+    # The copy chooses a port of its own: another program may have taken the old port meanwhile.
     (root / "a" / "cluster.json").unlink()
     return root
 
@@ -482,7 +482,7 @@ def test_it_works_on_every_version_found(root: Path, major: int, monkeypatch: py
         cluster.kill()
         cluster.start()
     assert version == [(major,)]
-    # Now no argument names the version: the data directory says it.
+    # Now no argument names the version, and the data directory tells it.
     with Cluster("a", root=root) as again:
         assert ask(again.dsn, "SELECT FROM kept") == []
 

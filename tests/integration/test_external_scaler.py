@@ -65,7 +65,7 @@ def org_of() -> str:
 
 
 def asked(org: str | None, queue: str = QUEUE, **more: str) -> keda.ScaledObjectRef:
-    """Returns what KEDA sends; some keys are only for KEDA itself. `org` None: all orgs."""
+    """Returns what KEDA sends, including some keys that only KEDA itself uses. `org` None: all orgs."""
     metadata = {"scalerAddress": "windrow:7419", "queue": queue, "jobsPerWorker": "10", **more}
     metadata |= {"allOrgs": "true"} if org is None else {"org": org}
     return keda.ScaledObjectRef(name="workers", namespace="shop", scalerMetadata=metadata)
@@ -203,7 +203,7 @@ async def test_ready_and_leased_jobs_count_and_others_do_not(near: Client) -> No
     await near.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks(leased)), timeout=PATIENCE_S)
     leased = await near.dequeue(org, max_jobs=6)
     assert len(leased) == 2
-    # Only leased jobs are left. KEDA must not take their workers away.
+    # All remaining jobs are leased. KEDA must not stop the workers that hold these leases.
     assert await is_active(near, org)
     await near.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks(leased)), timeout=PATIENCE_S)
     assert not await is_active(near, org)
@@ -370,7 +370,7 @@ async def test_a_shard_away_takes_no_workers_away_and_hides_nothing_of_others(pa
                 leased = await near.dequeue(there)
                 await near.queue.Ack(queue_pb2.AckRequest(org=there, acks=acks(leased)), timeout=PATIENCE_S)
                 break
-        # The streams said nothing during the outage. What they say first after it is true.
+        # The streams pushed nothing during the outage. Their first push after the outage is true.
         assert await next_of(all_orgs) is False
         assert await next_of(of_there) is False
 

@@ -218,7 +218,7 @@ async def test_no_other_database_is_taken_for_a_shard_that_holds_slots(postgres:
     try:
         async with opened(two(first, second)) as fleet:
             await up(fleet)
-            # The volume of s2 is lost.
+            # Make it look as if the volume of s2 was lost.
             await asyncio.to_thread(postgres.drop, name)
             await asyncio.to_thread(postgres.create, name, template=EMPTY)
             with pytest.raises(ShardUnavailable):
@@ -229,11 +229,11 @@ async def test_no_other_database_is_taken_for_a_shard_that_holds_slots(postgres:
             await until_refused(fleet, org, "its DSN leads to the database of no shard .* holds 8,192 slots")
             await store(fleet, near)
             assert is_empty(second), "it was only looked at"
-            # A backup is found.
+            # The case that a backup is found.
             await fleet.change(two(first, kept))
             member = await up(fleet)
             assert [one.accepted for one in await member.queue_admin.check()] == [1]
-            # No backup is found, and the operator gives up the old database.
+            # The case that no backup is found, and the operator gives up the old database.
             await fleet.change(two(first, second))
             await until(lambda: "holds 8,192 slots" in member.trouble)
             await store(fleet, org)
@@ -369,8 +369,8 @@ async def test_routers_that_found_a_cluster_at_once_all_come_up(
         looks, is_founded = itertools.count(), catalog.is_founded
 
         async def founded_later(database: Database, *, cluster: str) -> bool:
-            """Simulates a process that reads the catalog just before another process founds it, and reads the shards
-            after that."""
+            """Simulates a process that reads the catalog just before another process founds the catalog, and that reads
+            the shards afterwards."""
             return next(looks) > 0 and await is_founded(database, cluster=cluster)
 
         monkeypatch.setattr(catalog, "is_founded", founded_later)
@@ -398,7 +398,7 @@ async def test_a_cluster_file_that_cannot_be_taken_up_leaves_the_shards_as_they_
                 await fleet.change(both)
         assert fleet.shards() == before
         assert await fleet.member(S1).store.get(OrgId("o"), [], include_payload=False) == []
-        # The next try takes it up.
+        # The next try succeeds.
         await fleet.change(both)
         await up(fleet)
 

@@ -1,5 +1,5 @@
-"""Other tests and benchmarks use the attacks of a hostile client. Here each attack does to a real router what its name
-says."""
+"""Other tests and benchmarks use the attacks of a hostile client. These tests check that each attack does to a real
+router what the attack's name says."""
 
 from __future__ import annotations
 

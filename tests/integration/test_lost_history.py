@@ -1,5 +1,5 @@
-"""A shard whose database has gone back in time is refused until an operator accepts that. Its stray jobs are then moved
-to where their orgs live, and none runs twice."""
+"""A shard whose database has gone back in time is refused until an operator accepts the loss of history. Then the stray
+jobs of the shard are moved to where their orgs live, and no job runs twice."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def confirmed_mark(catalog_dsn: str, shard: str = "s2") -> int:
 
 
 async def mark(catalog_dsn: str, shard_dsn: str) -> None:
-    """Writes a mark, as routers do, that covers everything done on s2 until now."""
+    """Writes a mark as routers do. The mark covers everything that was done on s2 until now."""
     async with connected({A: catalog_dsn, B: shard_dsn}) as databases:
         await marks.mark(databases[B], databases[A])
 
@@ -159,7 +159,7 @@ async def test_a_router_that_learns_of_a_mark_late_refuses_the_shard_then(spare_
         await store(fleet, org)
         await mark(spare_dsn, backups.dsn)
         with psycopg.connect(spare_dsn) as connection:
-            # Another router confirmed this just before the shard went back in time.
+            # Another router confirmed this mark just before the shard went back in time.
             connection.execute(
                 "UPDATE windrow.shard SET mark = mark + 5, mark_token = gen_random_uuid() WHERE shard = 's2'"
             )
@@ -217,7 +217,7 @@ async def test_routers_mark_a_shard_that_they_change_and_no_other(
         await member.room.sweep()
         await member._mark()
         assert made == []
-        # Changes by operators count too.
+        # A change by an operator needs a mark too.
         await member.queue_admin.create_queue(org, QUEUE, QueueSettings(max_attempts=3))
         await until(lambda: made)
 
@@ -374,7 +374,8 @@ LOST_ORG = OrgId("lost-org")
 
 @pytest.fixture(scope="module")
 def gone(postgres: Server, template: str) -> Iterator[tuple[Gone, Snapshot]]:
-    """s2 has gone back in time. To get there takes far longer than a copy, so it is done once."""
+    """s2 has gone back in time. The test module makes this state once and copies it, because a copy takes far less
+    time."""
     made = Snapshot(server=postgres, names=("history_first", "history_second"))
     first, second = made.names
     backups = Backups(server=postgres, name=second)
@@ -635,7 +636,7 @@ async def test_jobs_that_were_known_at_home_have_one_record_each_when_their_org_
 async def test_jobs_that_finish_while_they_are_being_brought_home_are_not_brought(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The jobs reach the org's shard and finish there after the recovery has asked that shard about them."""
+    """The jobs reach the org's shard and finish there. Before that, the recovery has asked that shard about them."""
     org = LOST_ORG
     await run(pair)
     jobs = some_jobs(org, 2)
@@ -691,7 +692,7 @@ async def test_jobs_under_a_lease_wait_until_it_ends_and_old_ones_until_it_is_as
 
 
 async def test_jobs_of_an_org_that_was_pinned_elsewhere_since_go_there(pair: Pair) -> None:
-    """The restored shard only knows the org by its hash slot."""
+    """The restored shard knows the org only in its hash slot."""
     org = LOST_ORG
     pinned = OrgId(f"{org}-pinned")
     await enqueue(pair, some_jobs(pinned))

@@ -20,7 +20,7 @@ TOKEN = "wr_1234_hunter2-very-secret"
 
 
 class Fake:
-    """A router that keeps the metadata of the calls. It refuses any other token than TOKEN."""
+    """A router that records the metadata of the calls. It refuses all tokens except TOKEN."""
 
     def __init__(self) -> None:
         self.tokens: list[str] = []

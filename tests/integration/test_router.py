@@ -57,7 +57,7 @@ from tests.routers import (
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2, server_pb2
 
 QUEUE = "mail"
-# Longer than any test waits. A drain that ends during the test did not need this time.
+# Longer than any test waits. So a drain that ends during a test did not wait for this time.
 LONG_S = 3600.0
 OK, STALE, NOT_FOUND = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE, job_pb2.JOB_ANSWER_NOT_FOUND
 _numbers = itertools.count(1)
@@ -199,7 +199,7 @@ def test_acks_ride_on_the_next_dequeue(running: Running) -> None:
     second = queue.Dequeue(request, timeout=PATIENCE_S)
     assert list(second.not_ok) == [queue_pb2.LeaseAnswer(lease=stale, answer=STALE)]
     assert len(second.jobs) == 1
-    # The request is repeated, as after a lost answer. Its acks get the same answers, and it leases another job.
+    # Repeat the request, as after a lost answer. Its acks get the same answers, and the request leases another job.
     third = queue.Dequeue(request, timeout=PATIENCE_S)
     assert (list(third.not_ok), len(third.jobs)) == (list(second.not_ok), 1)
     (record,) = found(running.stubs, org, first[0].id).jobs
@@ -401,7 +401,7 @@ def test_a_call_whose_metadata_names_another_org_is_refused(running: Running) ->
         assert info is not None
         assert info.reason == "ORG_MISMATCH"
         assert f"is {org!r}, but the metadata windrow-org says 'other'" in (error.details() or "")
-    # Only the call whose metadata names the org was done.
+    # Only the call whose metadata names the org has stored its job.
     assert len(dequeue(both, org)) == 1
 
 
@@ -579,7 +579,7 @@ def test_a_stopped_shard_is_unavailable_at_once_and_hurts_no_other(breakable: Ru
                 served = [threads.submit(enqueue, both, near) for _ in range(20)]
                 for one in refused:
                     assert_unavailable(one.result())
-                    # The reason is not that the call's time was over.
+                    # The call did not fail because its time was over.
                     assert " within " not in str(one.result().details())
                 for other in served:
                     assert other.result()[0].id
@@ -784,7 +784,8 @@ def port_of(address: str) -> int:
 
 def test_every_process_of_a_port_serves(running: Running) -> None:
     with running_routers(running.routers.config, processes=2) as routers, contextlib.ExitStack() as stack:
-        # The kernel distributes connections. All 40 go to one process about once in 10^12 runs.
+        # The kernel distributes connections over the processes. All 40 connections go to one process about once in
+        # 10^12 runs.
         for _ in range(40):
             enqueue(stack.enter_context(stubs(routers.address)), "org-1")
         assert len(routers.pids) == 2
@@ -914,7 +915,7 @@ def test_health_is_serving_until_the_drain_which_no_watcher_holds_up(running: Ru
         routers.supervisor.terminate()
         for watch in watches:
             assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        # If a watcher held up the drain, the drain would last longer than this wait.
+        # If the drain waited for a watcher, the drain would last longer than this wait.
         assert routers.supervisor.wait(PATIENCE_S) == 0
 
 

@@ -71,7 +71,7 @@ async def test_calls_of_several_orgs_share_a_statement_and_each_hears_its_own(
 async def test_a_lease_that_two_orgs_name_is_its_owners_alone(
     recorder: Recorder, org: OrgId, other_org: OrgId, verb: str
 ) -> None:
-    """The answers do not depend on which org asks first, on what else a call names, or on how calls are combined."""
+    """The answers do not depend on which org calls first, on what else a call names, or on how calls are combined."""
     store = Store(recorder)
     act = VERBS[verb].act
     for owner_first, with_own in itertools.product((True, False), repeat=2):

@@ -1,5 +1,5 @@
-"""Thousands of consumers never read what they get. Memory is reserved before jobs are leased, so no job is leased and
-then given back for lack of room. Consumers that read are served."""
+"""Thousands of consumers never read what they get. The router reserves memory before it leases jobs, so it never has to
+give back a leased job for lack of memory. Consumers that read are served."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Reader:
 
 
 class Room:
-    """One shard's wait room, and consumers in it."""
+    """The wait room of one shard, and the consumers that wait in it."""
 
     def __init__(self, database: Recorder, bytes_max: int = BUFFER_BYTES) -> None:
         self.store = Store(database)
@@ -146,7 +146,7 @@ async def test_consumers_that_never_read_fill_their_share_and_cause_no_releases(
         await settled(unread)
         held = sum(reader.unread for reader in unread)
         assert held == field.buffer.held, "exactly what they have not read"
-        # An org that is alone may take half of the memory: as much as it leaves free (shard/fair_quota.py).
+        # An org that is alone may use half of the memory: it may use as much as it leaves free (shard/fair_quota.py).
         assert abs(held - BUFFER_BYTES // 2) <= bytes_most(100)
         assert busy.jobs == 50
         assert recorder.count(statements.GIVE_BACK) == 0
