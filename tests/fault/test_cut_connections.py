@@ -428,8 +428,8 @@ async def test_a_release_whose_answer_is_lost_wakes_a_consumer_before_any_sweep(
         await until(lambda: sessions("windrow doorbell", "^LISTEN"), lambda count: count == 2)
         consumer = near if consumers_router == "the same router" else far
         waiting = asyncio.create_task(consumer.dequeue(ORG, QUEUE, wait_s=PATIENCE_S))
-        # The router has claimed for the consumer, and knows that no job will become due. So only a notification can
-        # wake the router before the consumer's wait ends.
+        # The router has claimed for the consumer, and knows that no job will become due. So only the release below can
+        # wake the consumer before its wait ends.
         await until(lambda: sessions("windrow", "first.visible_at"), bool)
         cut = proxy.cut_at(job.replace("-", "").encode(), Moment.ANSWERED)
         released = await near.queue.Release(queue_pb2.ReleaseRequest(org=ORG, leases=[leased.lease]))

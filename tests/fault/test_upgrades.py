@@ -37,8 +37,8 @@ from tests.routers import CHECKOUT, PATIENCE_S, first_line, reserved_address, st
 from windrow.v1 import job_pb2, queue_pb2
 
 PER_SECOND = trials(200, thorough=2000)
-# No router is replaced until the load of this many seconds is stored. The time of the replacements is compared with
-# this calm time.
+# No router is replaced until the load of this many seconds is stored. What clients see during the replacements is
+# compared with this calm time.
 CALM_S = trials(2, thorough=30)
 # How many seconds of load are stored between two replacements.
 BETWEEN_S = trials(0, thorough=10)

@@ -53,7 +53,8 @@ class Work:
     orders: Orders = field(default_factory=Orders)
     # Jobs that become due long after the test, so that there are always jobs to move.
     scheduled: list[str] = field(default_factory=list[str])
-    # Two lists: jobs that were not found although their enqueue had been acknowledged, and lookups that failed.
+    # `missing`: jobs that were not found although their enqueue had been acknowledged. `lookups_failed`: errors of
+    # lookups.
     missing: set[str] = field(default_factory=set[str])
     lookups_failed: list[str] = field(default_factory=list[str])
     _keys: Iterator[str] = field(

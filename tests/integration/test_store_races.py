@@ -254,8 +254,12 @@ async def test_an_enqueue_whose_snapshot_is_older_than_the_end_of_its_job_looks_
 ) -> None:
     """This test forces the race of the previous test: the enqueue has its snapshot and waits for a dedup key while the
     job ends. Without windrow.refuse_settled, the enqueue does not look for the job again and stores a second copy. This
-    shows that the test forces the race.""" database = fresh_database store = Store(database) if not refuses: await
-    database.run( b"""
+    shows that the test forces the race."""
+    database = fresh_database
+    store = Store(database)
+    if not refuses:
+        await database.run(
+            b"""
             CREATE OR REPLACE FUNCTION windrow.refuse_settled(ids uuid[], queue_ids bigint[], since timestamptz)
             RETURNS boolean LANGUAGE plpgsql VOLATILE AS 'BEGIN RETURN false; END'
             """,

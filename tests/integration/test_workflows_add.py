@@ -251,7 +251,7 @@ async def test_a_workflow_has_room_for_so_many_edges_in_total(flows: Flows) -> N
     parents = [f"p{at}" for at in range(1000)]
     flow = await flows.start({"a": [], **{name: [] for name in parents}})
     await flows.claim()
-    # Give the workflow the edges that fill the limit, except for 1,000.
+    # Give the workflow 1,000 edges fewer than the limit.
     await flows.database.run(
         b"INSERT INTO windrow.workflow_edge SELECT w.flow, 100000 + n, 0, 'cancel' FROM windrow.workflow w, "
         b"generate_series(1, %(edges)s::integer) n WHERE w.id = %(id)s::uuid",
