@@ -251,7 +251,7 @@ def test_a_stopped_run_leaves_no_process_behind() -> None:
         os.killpg(running.pid, signal.SIGINT)
         _, told = running.communicate(timeout=60)
     finally:
-        # Kill the run even if the test is interrupted: otherwise the benchmark would go on for minutes.
+        # Kill the run even if the test is interrupted: otherwise the benchmark would run for minutes.
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGKILL)
     assert running.returncode == 130, told

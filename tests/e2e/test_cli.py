@@ -156,8 +156,8 @@ class Step:
 
 
 def steps(text: str) -> list[Step]:
-    """Returns every command of the ```console blocks. A step `$ echo $?` gives the exit code of the command before
-    it."""
+    """Returns every command of the ```console blocks. A step `$ echo $?` gives the exit code of the previous
+    command."""
     found: list[Step] = []
     for block in re.findall(r"^```console\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
         for part in block.removeprefix("$ ").split("\n$ "):
@@ -1535,7 +1535,7 @@ def test_a_line_that_is_too_long_is_named_and_those_before_it_are_stored(windrow
     assert counts["queues"][0]["ready"] == 3
 
 
-# ── Light, and well written ──────────────────────────────────────────────────────────────────────────────────────────
+# ── Imports, and the style of texts ──────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(

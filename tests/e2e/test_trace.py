@@ -187,7 +187,7 @@ def test_nothing_is_exported_unless_it_is_asked_for(config: Path, environ: dict[
             both.queue.Enqueue(request, timeout=PATIENCE_S, metadata=(("traceparent", parent),))
             (leased,) = both.queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=[QUEUE]), timeout=PATIENCE_S).jobs
             assert not leased.HasField("trace")
-        # A router that has ended sends no more spans, so none can come later.
+        # A router that has ended sends no spans, so no span can arrive later.
         assert collector.spans() == []
 
 

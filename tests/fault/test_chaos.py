@@ -1,4 +1,4 @@
-"""A short run of the chaos suite on a small cluster: its parts work together, and the invariants hold."""
+"""A short run of the chaos suite on a small cluster: the parts of the suite work together, and the invariants hold."""
 
 from __future__ import annotations
 

@@ -405,7 +405,8 @@ async def test_a_release_whose_answer_is_lost_wakes_a_consumer_before_any_sweep(
     fresh_dsn: str, proxy: Proxy, fresh_database: Database, tmp_path: Path, consumers_router: str
 ) -> None:
     async def sessions(name: str, query: str) -> int:
-        """Returns how many sessions of the routers have just ended such a query."""
+        """Returns how many sessions of the routers with this `application_name` are idle after a query that matches
+        `query`."""
         ((count,),) = await fresh_database.run(
             b"SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
             b"AND state = 'idle' AND application_name = %(name)s AND query ~ %(query)s",
@@ -594,7 +595,7 @@ async def test_calls_cut_on_the_way_back_to_the_client_are_answered_the_same_aga
     assert (await books_of(fresh_database)).accepted == TRIALS
 
 
-# ── Anywhere ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Cuts at any place ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.thorough

@@ -353,8 +353,8 @@ async def orgs_on_every_shard(admin: admin_pb2_grpc.AdminAsyncStub) -> list[str]
 
 
 async def until_idle(admin: admin_pb2_grpc.AdminAsyncStub, orgs: list[str]) -> None:
-    """Waits until no job of these orgs is waiting or leased. By then the leases of dead consumers have ended, and their
-    jobs have been taken again."""
+    """Waits until no job of these orgs is waiting or leased. When this function returns, the leases of dead consumers
+    have ended, and other consumers have run their jobs."""
     async with asyncio.timeout(60):
         for org in orgs:
             while True:

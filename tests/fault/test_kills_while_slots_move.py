@@ -85,7 +85,7 @@ class Cluster:
         await until(wished, "the catalog is there")
 
     def have_it_looked(self) -> None:
-        """Makes the balancer look for work now: changes its cluster file and signals that."""
+        """Makes the balancer look for work now: changes its cluster file, and signals the change."""
         with self.config.open("a") as file:
             file.write("# changed\n")
         self.balancer.process.send_signal(signal.SIGHUP)

@@ -167,7 +167,7 @@ def describe_the_other_shard(work: Work, away: Sequence[tuple[float, float]]) ->
 
 
 async def test_a_primary_whose_patroni_was_killed_is_left_once_it_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
-    """The old Postgres goes on without its Patroni. No standby follows it, so it takes writes but acknowledges none
+    """The old Postgres continues without its Patroni. No standby follows it, so it accepts writes but acknowledges none
     until its Patroni is started again."""
     probe = await asyncio.to_thread(cluster.org_on, WATCHED)
     async with cluster.working(tmp_path):

@@ -106,7 +106,7 @@ async def test_a_kind_that_kills_its_workers_is_quarantined_and_the_pool_goes_on
             assert {job.state for job in after.values()} == {windrow.JobState.READY}
             why = await client.explain_job(poisoned[-1])
             assert why.causes[0].name == "quarantine"
-        # Workers that survive such jobs are deployed.
+        # Deploy workers that survive these jobs.
         async with workers.running(cluster.address, ORG, "mended"):
             assert await client.release_kind(QUEUE, POISON)
             await until(lambda: all_done(poisoned), "the released jobs are done")

@@ -22,7 +22,8 @@ from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
 QUEUE = "q"
 _numbers = itertools.count(1)
-# Postgres cannot compare ids that are this far from each other. It stops three million ids before that.
+# Postgres cannot compare transaction ids that are this far apart. Before that, when three million ids remain, it stops
+# giving out ids.
 _IDS, _STOP = 2**31, 3_000_000
 # How many transactions have their status in one file of pg_xact, and how many bytes this file has: two bits for each
 # transaction.

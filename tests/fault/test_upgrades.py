@@ -1,5 +1,6 @@
-"""Routers are replaced one after another by those of the next release, and then by those of the release before, under
-load. The first release has made the schema. The next one migrates it while routers of both releases serve.
+"""Under load, routers of one release are replaced one after another by routers of the next release, and then by routers
+of the first release again. The first release has made the schema. The next release migrates it while routers of both
+releases serve.
 
 There are two pairs of releases. The first pair is an earlier commit of this repository, and this checkout. So its
 migrations are real. The second pair is this checkout and a copy of it. The copy has one more migration, which adds a
@@ -140,7 +141,7 @@ def _git(*arguments: str) -> bytes:
 
 
 def _copied(checkout: Path, folder: Path) -> Path:
-    """Copies the parts with their compiled modules: to compile them again would take seconds."""
+    """Copies the folders `_PARTS` with their compiled modules, because to compile these again would take seconds."""
     for part in _PARTS:
         shutil.copytree(checkout / part, folder / part)
     return folder

@@ -1,5 +1,5 @@
-"""The load while slots move: producers and streams of an org that moves, and orgs at rest. Everything is recorded in
-the format of proof/history.py, so that proof/checker can judge it."""
+"""The load while slots move: producers and streams of an org that moves, and calls of orgs that do not move. Everything
+is recorded in the format of proof/history.py, so that proof/checker can judge it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ _HELD_S = 60.0
 
 @dataclass(kw_only=True)
 class Work:
-    """The load of `org`, which moves, and of `bystanders`, one org at rest on each shard. Each of `clients` uses its
-    own set of routers, and so does each of `stubs`, which never retry. `folder` has only the histories of this work."""
+    """The load of `org`, which moves, and of `bystanders`, one org on each shard that does not move. Each of `clients`
+    uses its own set of routers, and so does each of `stubs`, which never retry. `folder` has only the histories of this
+    work."""
 
     org: str
     bystanders: Mapping[str, str]
@@ -165,7 +166,8 @@ class Work:
         return [self.org, *self.bystanders.values()]
 
     def _consumers(self) -> list[Consumer]:
-        """Returns a consumer of the org that moves for each set of routers, and one consumer for each org at rest."""
+        """Returns one consumer of the org that moves for each set of routers, and one consumer for each org that does
+        not move."""
         site = Site(
             address="",
             folder=str(self.folder),

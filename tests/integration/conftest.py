@@ -42,7 +42,7 @@ async def flows(database: Database, store: Store, org: OrgId) -> AsyncGenerator[
 
 @pytest.fixture
 async def two(module_dsn: str, org: OrgId) -> AsyncGenerator[list[Flows], None]:
-    """The same org, as two routers know it."""
+    """The workflows of the same org, as two routers see them."""
     # The lock wait is long, so that no call is refused because another call is slow.
     databases = [Database(SHARD, module_dsn, connections=4, short_lock_wait_s=30.0) for _ in range(2)]
     for database in databases:

@@ -1,4 +1,4 @@
-"""Who may call what, over gRPC: every method of the contract, and every way to be refused (tests/access.py). A call
+"""Who may call what, over gRPC: every method of the contract, and every reason for a refusal (tests/access.py). A call
 that is refused changes no row."""
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def test_only_a_key_for_all_orgs_with_the_scopes_read_and_cluster_may_scale_by_a
     del metadata["org"]
     for all_orgs in ("true", None):
         if all_orgs is None:
-            # A request that forgets the org is not answered about all orgs.
+            # If a request names no org, the router does not answer for all orgs.
             del metadata["allOrgs"]
         else:
             metadata["allOrgs"] = all_orgs

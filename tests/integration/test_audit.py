@@ -151,7 +151,7 @@ def send(both: Stubs, method: str, request: Message) -> Any:
     return getattr(stub, method)(request, timeout=PATIENCE_S)
 
 
-# ── Bad paths first ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── What is refused, and what fails ──────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_change_is_refused_while_its_intent_cannot_be_written_and_reads_go_on(

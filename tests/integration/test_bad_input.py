@@ -108,7 +108,7 @@ LEASES = {
     "of version 2": b"\2" + LEASE[1:],
     "text": b"lease",
 }
-# Invalid by the rules of google.protobuf.Duration, in any field.
+# Values that google.protobuf.Duration itself does not allow, so they are invalid in any field.
 BROKEN_DURATIONS = {
     "with 2e9 nanoseconds": Duration(seconds=1, nanos=2_000_000_000),
     "of two signs": Duration(seconds=5, nanos=-1),
@@ -524,7 +524,7 @@ def admin_cases() -> Iterator[Bad]:
 
 def limit_cases() -> Iterator[Bad]:
     names: dict[str, dict[str, Any]] = {
-        # An empty org is the default of all orgs, and an empty queue is all queues.
+        # An empty org means the default for all orgs, and an empty queue means all queues.
         "org": {why: org for why, org in ORGS.items() if org},
         "queue": OPTIONAL_NAMES,
         "measure": {"none": 0, "unknown": 9, "negative": -1},
@@ -809,7 +809,7 @@ def test_a_bad_field_is_named_by_its_path_and_nothing_is_stored(
 
 
 def answer_to(both: Stubs, bad: Bad) -> tuple[grpc.StatusCode, list[str], bool]:
-    """The status, the fields that it names, and whether it shows a regular expression."""
+    """Returns the status code, the fields that the status names, and whether it shows a regular expression."""
     try:
         send(both, bad.rpc, bad.request)
     except grpc.RpcError as error:
@@ -1033,7 +1033,7 @@ def test_the_fast_path_takes_plain_batches(jobs: Sequence[job_pb2.NewJob]) -> No
 
 
 def test_a_compressed_request_is_refused_with_the_reason(cluster: Stubs) -> None:
-    """16 KiB on the wire could become 16 MiB."""
+    """16 KiB on the wire could become 16 MiB in memory."""
     request = enqueue(new_job(payload=b"x" * 100_000))
     refused = refusal(lambda: cluster.queue.Enqueue(request, timeout=PATIENCE_S, compression=grpc.Compression.Gzip))
     assert refused.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -1,5 +1,5 @@
-"""The balancer moves slots to where the cluster file wants them: whichever of several balancers leads, whichever shard
-is away, and wherever an earlier balancer stopped."""
+"""The balancer moves slots to where the cluster file wants them: it does not matter which of several balancers leads,
+which shard is away, or where an earlier balancer stopped."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ async def test_a_balancer_that_is_told_to_end_leaves_nothing_half_done(field: Fi
     await field.assert_all_there(stored)
 
 
-# ── What is away, or not what it seems ───────────────────────────────────────────────────────────────────────────────
+# ── Shards that are away, or are not what they seem ──────────────────────────────────────────────────────────────────
 
 
 def proxied(field: Field, shard: ShardName) -> contextlib.AbstractAsyncContextManager[Proxy]:

@@ -182,7 +182,7 @@ def test_a_router_frozen_before_a_move_and_woken_after_it_stores_nothing_twice_a
     os.kill(pid, signal.SIGSTOP)
     try:
         new, again = new_job(), new_job(dedup_key="k")
-        # These calls reach the router while it is frozen, and it handles them first when it runs again.
+        # These calls reach the router while the router is frozen. When it runs again, it handles them first.
         calls = [thread.submit(enqueue, cluster.near, org, job) for job in (new, waiting, finished, again)]
         cluster.begin(org).finish()
     finally:

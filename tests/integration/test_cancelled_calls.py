@@ -158,7 +158,7 @@ async def test_unary_calls_are_cancelled_at_any_stage_without_an_error_in_the_lo
     async with cluster.locked() as waiting:
         for name, make in calls.items():
             if name in ("Enqueue, refused", "Dequeue that waits", "ListShards"):
-                # These calls need no locked table.
+                # These calls use none of the locked tables.
                 continue
             await cancel_while_it_waits(name, make, waiting)
     # When another call is answered, the router has handled the last cancelled call too.

@@ -152,7 +152,7 @@ async def test_a_shard_whose_clock_was_set_back_takes_no_calls_until_it_has_caug
         assert (await admin.get_queue(org, QUEUE)).queue == QUEUE
         (counts,) = await admin.stats(org, QUEUE, include_finished=True)
         assert counts.leased == 1
-        # Releases that no caller waits for are done later.
+        # A release for which no caller waits happens later.
         (record,) = await store.get(org, ids_of(jobs), include_payload=False)
         assert record.state == "leased"
         store.release_soon(org, [lease])

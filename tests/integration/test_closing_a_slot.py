@@ -34,7 +34,7 @@ async def test_an_enqueue_that_waits_while_a_slot_is_closed_is_refused(
         await store.names.make({(org, queue) for queue in some_jobs(org).queues})
     balancer = await psycopg.AsyncConnection.connect(fresh_dsn)
     async with balancer, asyncio.TaskGroup() as group:
-        # These statements do the same as move_steps.close_slots, but the test can observe between them.
+        # These statements do the same as move_steps.close_slots, but the test can check the state between two of them.
         await balancer.execute(statements.LOCK_SLOTS, prepare=False)
         await balancer.execute(NO_HURRY)
         enqueue = group.create_task(_refused_since(store, org))
@@ -52,7 +52,8 @@ async def test_a_slot_is_not_closed_while_an_enqueue_that_found_it_open_is_under
     await store.enqueue(some_jobs(org))
     slots = [slot_of(org)]
     async with await psycopg.AsyncConnection.connect(fresh_dsn) as rival, asyncio.TaskGroup() as group:
-        # This stops the enqueue in the middle of its statement: it must wait to learn whether the key is taken.
+        # This row stops the enqueue in the middle of its statement: the enqueue must wait until it knows whether the
+        # key is taken.
         await rival.execute(
             "INSERT INTO windrow.dedup SELECT q.queue_id, 'k', gen_random_uuid(), now() + interval '1 hour' "
             "FROM windrow.queue q WHERE q.org = %s",

@@ -90,7 +90,7 @@ async def test_an_old_stream_ends_in_order_and_its_job_can_be_acked(address: str
         info = detail(refused, error_details_pb2.ErrorInfo())
         assert (refused.code(), info.reason) == (grpc.StatusCode.UNAVAILABLE, "STREAM_EXPIRED")
         assert retry_after_s(refused) == 0
-        # The job came before the stream ended, or the stream ended before the job was stored.
+        # Either the job came before the stream ended, or the stream ended before the job was stored.
         jobs = stream.jobs or await near.dequeue("streams", max_jobs=1)
         acked = await near.queue.Ack(queue_pb2.AckRequest(org="streams", acks=acks(jobs)), timeout=PATIENCE_S)
         assert list(acked.answers) == [OK]
@@ -128,5 +128,5 @@ async def test_a_worker_follows_to_new_connections_and_works_each_job_once(
             worker.stop()
             await asyncio.wait_for(running, PATIENCE_S)
     assert worked == Counter(stored)
-    # A stream that expires is no outage.
+    # The expiry of a stream is not an outage.
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []

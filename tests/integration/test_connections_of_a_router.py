@@ -44,7 +44,7 @@ def test_a_process_has_as_many_connections_as_the_pages_say(
         ThreadPoolExecutor(2 * len(ORGS)) as threads,
         ExitStack() as locks,
     ):
-        # A call fails if it waits for the lock for too long.
+        # A call that waits too long for the lock fails.
         def lists(org: str) -> None:
             with suppress(grpc.RpcError):
                 both.admin.ListQueues(admin_pb2.ListQueuesRequest(org=org), timeout=PATIENCE_S)

@@ -27,7 +27,7 @@ from tests.streams import NOT_FOUND, STALE, Client, acks, client, new_job, sql, 
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2, workflows_pb2, workflows_pb2_grpc
 
 SHARDS = ("s1", "s2")
-# Longer than a test takes, so that no sweep hides a lost wake-up.
+# The pause between sweeps is longer than a test, so that no sweep hides a lost wake-up.
 NEVER_S = 3600.0
 _numbers = itertools.count(1)
 
@@ -280,7 +280,7 @@ async def test_a_weight_out_of_range_is_refused(near: Client, weight: float) -> 
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-# ── Why, and who is told ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── Causes, and what consumers are told ──────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_consumer_of_all_orgs_is_a_consumer_of_each(near: Client, far: Client, queue: str) -> None:
@@ -358,7 +358,7 @@ async def test_an_org_is_not_charged_for_a_job_whose_lease_was_ended_by_others_o
                     ahead, since_s = now, loop.time()
 
 
-# ── Under fire ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Faults, moves and erasures ───────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_jobs_of_a_stream_that_breaks_come_back(near: Client, far: Client, queue: str) -> None:

@@ -83,7 +83,7 @@ def seconds(text: str) -> float:
     return float(text[:-1])
 
 
-# The programs, as containers would run them
+# The programs, as containers run them
 
 
 def container(name: str, root: Path, dsns: dict[str, str], *, collector: str = "http://127.0.0.1:1") -> Program:

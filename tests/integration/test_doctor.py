@@ -103,7 +103,8 @@ def ward(
 
 
 def test_a_new_shard_has_nothing_to_be_warned_of(ward: Ward) -> None:
-    """This also shows that the doctor's expectations of table options and partitions match the migrations."""
+    """The test also shows that the table options and partitions that the doctor expects are those that the migrations
+    make."""
     _, document = ward.examine()
     assert {one["severity"] for one in document["findings"]} <= {"notice"}
     assert {"job", "dead", "tally"} <= {table["table"] for table in document["tables"]}
@@ -341,7 +342,7 @@ def test_a_shard_that_does_not_answer_is_reported_and_the_others_are_examined(wa
     first, second = map(json.loads, out.splitlines())
     assert (first["shard"], first["answered"], second["shard"], second["answered"]) == ("s1", True, "s2", False)
     assert second["error"] in err
-    # A critical finding counts more than an unreachable shard.
+    # If there is also an unreachable shard, the exit code is that of the critical finding.
     assert code == 1
     code, out, _ = ward.windrow()
     assert out.endswith("\n\ns2: no answer\n")

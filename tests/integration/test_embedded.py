@@ -68,7 +68,7 @@ def root() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def made() -> Iterator[Path]:
-    """The folder of a lasting cluster that has run and was stopped. Tests only copy it."""
+    """The folder of a lasting cluster that has run and was stopped. Tests only copy this folder."""
     base = Path(tempfile.mkdtemp(prefix="windrow-test-")).resolve()
     base.chmod(0o755)
     with Cluster("a", root=base / "postgres") as cluster:
@@ -213,7 +213,7 @@ def test_passwords_are_in_a_private_file_and_nowhere_else(cluster: Cluster) -> N
         assert not any(password in text for password in passwords.values())
 
 
-# Stopping, crashing, starting again
+# Clusters that stop, crash and start again
 
 
 def test_data_survives_stop_and_start_with_the_same_dsn(root: Path) -> None:
@@ -393,7 +393,7 @@ def test_a_server_that_does_not_come_up_shows_the_end_of_its_log(root: Path) -> 
         assert ask(mended.dsn, "SELECT 1") == [(1,)]
 
 
-# Several at once
+# Several clusters at once
 
 
 def test_clusters_start_in_parallel_and_are_apart(root: Path) -> None:

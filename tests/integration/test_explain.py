@@ -132,7 +132,7 @@ async def scene(module_dsn: str, database: Database, org: OrgId) -> AsyncGenerat
 
 @contextlib.contextmanager
 def waiting(scene: Scene, *kinds: str) -> Generator[None, None, None]:
-    """A consumer of these kinds that waits at the fleet's router, and has room. Nothing is handed over to it."""
+    """A consumer of these kinds that waits at the fleet's router and has room, but gets no jobs by hand-over."""
     waiter, room = WaitingConsumer(scene.org, kinds=kinds, credit=10), scene.member.room
     room.enter(waiter)
     try:
@@ -149,7 +149,7 @@ def names(causes: Sequence[Cause]) -> list[str | None]:
 # ── Jobs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Prepare = Callable[[Scene], Awaitable[JobId]]
-# For each case: the function that makes a job, the causes that the job must have, in their order, and a condition for
+# For each case: the function that makes a job, the causes that the job must have (in this order), and a condition for
 # the first cause.
 CASES: dict[str, tuple[Prepare, list[str], Callable[[Cause], object]]] = {}
 

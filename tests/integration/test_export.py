@@ -299,7 +299,7 @@ async def test_a_directory_that_cannot_be_written_to_leaves_the_day(field: Field
     assert await tables(field.databases[A]) == [day.name]
 
 
-# ── Exactly what is in the table ─────────────────────────────────────────────────────────────────────────────────────
+# ── The file has exactly the rows of the table ───────────────────────────────────────────────────────────────────────
 
 
 async def test_every_column_of_a_cold_job_is_exported(fresh_database: Database) -> None:
@@ -425,7 +425,7 @@ async def test_a_release_that_knows_a_later_format_is_not_misread(
         await run_export(files, fresh_database, day)
 
 
-# ── Cut short ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Exports that are interrupted ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("step", ["the manifest", "the drop"])
@@ -526,7 +526,7 @@ async def test_an_archiver_that_stalls_and_is_replaced_does_not_touch_the_export
     assert len(list(find(files, ExportFilter(org=org)))) == 2
 
 
-# ── Erasing, looking up, checking ────────────────────────────────────────────────────────────────────────────────────
+# ── Erasures, look-ups and checks ────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_an_erased_org_is_in_no_file_and_the_others_are_as_before(
@@ -679,7 +679,7 @@ def test_a_directory_that_nothing_was_exported_to_is_named_with_what_may_be_the_
         Files(ExportLocation(bucket=None, folder=f"{place}/none"))
 
 
-# ── A bucket ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Exports to a bucket ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_bucket_does_as_well(field: Field, org: OrgId, other_org: OrgId, bucket: str) -> None:
@@ -716,7 +716,7 @@ async def test_a_file_of_many_parts_is_whole_in_a_bucket(bucket: str) -> None:
     assert files.digest("a/b") == (20 * len(block), sink.sha256)
 
 
-# ── Many ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Many jobs ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _MANY = b"""
 INSERT INTO windrow.finished (

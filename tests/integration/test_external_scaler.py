@@ -112,7 +112,7 @@ async def refusal(call: Any) -> grpc.aio.AioRpcError:
     return refused.value
 
 
-# ── Refused ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── What is refused ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ async def test_the_call_that_keda_does_without_is_answered_as_it_expects(near: C
     assert error.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
-# ── Counted ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── What is counted ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_the_target_is_what_the_metadata_says(near: Client) -> None:
@@ -238,7 +238,7 @@ async def test_a_count_ends_where_more_workers_make_no_difference(near: Client) 
     assert metric.metricValue == 1000
 
 
-# ── Pushed ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── What is pushed, and when ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("all_orgs", [False, True], ids=["of-one-org", "of-all-orgs"])
@@ -354,8 +354,8 @@ async def test_a_shard_away_takes_no_workers_away_and_hides_nothing_of_others(pa
         assert await next_of(of_there) is True
         proxy.closed = True
         proxy.cut_all()
-        # The router cannot answer for an org of the shard that is away. It cannot answer for all orgs either: no other
-        # shard has work, but this shard may have some.
+        # The router cannot answer for an org of the shard that is away. It cannot answer for all orgs either: the other
+        # shard has no work, but the shard that is away may have some.
         for org in (there, None):
             assert (await refusal(is_active(near, org))).code() == grpc.StatusCode.UNAVAILABLE
         assert (await refusal(value(near, there))).code() == grpc.StatusCode.UNAVAILABLE

@@ -344,7 +344,8 @@ async def test_no_cluster_is_founded_beside_a_shard_of_another(dsns: list[str]) 
     with pytest.raises(Misconfigured, match=r"the catalog's database is empty, but shard 's2' has slots"):
         await Fleet(two(empty, second), connections_per_shard=1, sweep_s=0.2, buffer=Buffer(2**20)).run(ready)
     assert is_empty(empty)
-    # A shard that is off is not contacted; it is checked, and refused, when it is switched on.
+    # The router does not contact a shard that is off. When the shard is switched on, the router checks it, and refuses
+    # it.
     async with opened(two(empty, second, 'state = "off"')) as fleet:
         await fleet.change(two(empty, second))
         await until(lambda: "another shard of these very names" in fleet.shards()[S2].trouble)

@@ -229,7 +229,7 @@ async def test_a_job_that_is_not_due_holds_nothing_up(store: Store, database: Da
     assert (await record_of(store, org, later)).state == "scheduled"
     ((claimed, lease),) = await leased(store, org)
     assert claimed.id == now
-    # The later job becomes due while the slot is taken: it waits, and is not leased.
+    # The later job becomes due while the group slot is taken, so this job waits and is not leased.
     assert await make_due(database, org) == 1
     assert await leased(store, org) == []
     assert (await record_of(store, org, later)).state == "ready"
@@ -596,7 +596,7 @@ async def test_a_group_keeps_its_order_and_its_bound_while_its_org_moves(pair: P
     new = some_jobs(org, group="g")
     assert await b.enqueue(new, epoch=move.epoch) == {}
     assert await leased(b, org) == []
-    # The leased job fails, and moves with its group slot: no job overtakes it.
+    # The leased job fails, and moves with its group slot, so no job overtakes it.
     assert await a.settle(Settlement.nack(org, [Nack(lease=lease, retry_after_us=0)])) == [Answer.OK]
     async with asyncio.timeout(PATIENCE_S):
         await moving

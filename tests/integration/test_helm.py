@@ -238,7 +238,7 @@ def test_what_an_object_names_exists(objects: list[Object]) -> None:
     assert len(found) == 8
     for name, selector in found:
         assert any(matches(selector, labels) for labels in targets), name
-    # The two policies cover every pod, and no pod twice.
+    # Each pod is covered by exactly one of the two policies.
     policies = [one["spec"]["podSelector"] for one in of(objects, "NetworkPolicy")]
     for one in of(objects, "Deployment"):
         assert sum(matches(selector, one["spec"]["template"]["metadata"]["labels"]) for selector in policies) == 1

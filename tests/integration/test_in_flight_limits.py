@@ -121,7 +121,7 @@ async def work(streams: Sequence[Stream], jobs: int) -> Work:
     return doing
 
 
-# ── How many run at a time ───────────────────────────────────────────────────────────────────────────────────────────
+# ── How many jobs are leased at a time ───────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("whole_org", [False, True])
@@ -242,7 +242,7 @@ async def test_a_change_governs_the_jobs_that_wait(cluster: Cluster, near: Clien
         await stream.until_jobs(30)
 
 
-# ── What it tells ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── What callers are told ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_full_limit_is_the_cause_why_a_job_waits(cluster: Cluster, near: Client) -> None:

@@ -394,7 +394,7 @@ def test_a_changed_limit_scales_what_is_in_the_bucket(cluster: Cluster) -> None:
     cluster.limit(org, 10)
     enqueue(cluster.near, org, some(5))
     cluster.limit(org, 100)
-    # Half of the limit was in use before, and half of the new limit is in use now.
+    # Half of the old limit was used before the change, so half of the new limit is used after it.
     enqueue(cluster.far, org, some(50))
     refused(lambda: enqueue(cluster.near, org, some(1)))
     cluster.limit(org, 4)

@@ -159,7 +159,7 @@ async def test_jobs_that_a_revoked_stream_was_not_sent_are_released_at_once(clus
     async with calls(cluster, other, "unsent") as queue:
         stored = await queue.enqueue(*[bytes(100_000)] * 100)
         async with stream(cluster, revoked, "unsent", reads=False) as unread:
-            # These are more jobs than fit into a client's windows.
+            # These jobs are more than fit into a client's flow-control windows.
             await until(lambda: queue.are_leased(60, stored), "the router took jobs that it cannot send")
             await cluster.revoke(revoked)
             taken = set[str]()

@@ -299,7 +299,7 @@ async def recovery_mover(catalog_database: Database, databases: Mapping[ShardNam
     await Mover(catalog_database, databases, move.epoch, pace=pace, report=lambda _: None).finish()
 
 
-# ── Around a move ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Losses around a move ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_backup_from_before_a_move_is_refused_though_nothing_else_was_done_since(
@@ -319,7 +319,7 @@ async def test_a_backup_from_before_a_move_is_refused_though_nothing_else_was_do
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """The jobs that s2 had at the time of the backup, by what becomes of them."""
+    """The jobs that s2 had at the time of the backup, grouped by what happens to them after the restore."""
 
     ids: dict[str, JobId]
     # The epochs of the move to s2 and of the move back.
@@ -352,7 +352,7 @@ async def go_back_in_time(dsn: str, backups: Backups, org: OrgId) -> Gone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Databases of both shards, which are only copied."""
+    """Databases of both shards. Tests use only copies of them."""
 
     server: Server
     names: tuple[str, str]
@@ -721,7 +721,7 @@ async def test_jobs_of_an_org_that_was_pinned_elsewhere_since_go_there(pair: Pai
 
 
 async def test_no_slot_moves_to_a_shard_that_has_stray_jobs_of_it(pair: Pair) -> None:
-    """The stray jobs would be claimed there, although they may have run elsewhere."""
+    """Otherwise the stray jobs would be claimed on that shard, although they may have run on another shard."""
     org = LOST_ORG
     await pins.pin(pair.catalog, org, OnShard(B))
     text = f'[cluster]\nname = "{CLUSTER}"\n'
@@ -882,7 +882,7 @@ async def test_jobs_that_had_left_a_restored_shard_do_not_run_there_again_when_t
             await pair.mover(move).finish()
         assert await pair.placement(org) == ((B,), (B,))
         ((job, lease),) = await lease_jobs(pair.store(B), org, queue="ready", max_jobs=9)
-        # A copy that had arrived on s2 again is lost, and the backup's copy is the only one.
+        # If a copy of the job had arrived on s2 again, this copy is lost. The backup has the only copy.
         assert job.id == ids["ready"]
         for _ in range(2):
             assert await pair.store(B).settle(Settlement.ack(org, [lease])) == [Answer.OK]
@@ -932,7 +932,7 @@ async def test_the_list_names_each_job_once_and_says_what_becomes_of_it(
         came = [one async for page in found.came() for one in page]
         slot = (await catalog.read(databases[A])).slot(org)
         await recovery.accept(loss, databases, databases[A], cluster=CLUSTER)
-    # The copy that went to s1 and came back is lost, so the backup's copy is the only one.
+    # The copy of the job that went to s1 and came back is lost, so the backup has the only copy.
     fate, known_on = (differences.Fate.MAY_RUN_AGAIN, None) if is_back else (differences.Fate.DELETED, A)
     assert {(job.id, job.queue, job.state, job.fate, job.known_on) for job in jobs} == {
         (ids["acked"], "acked", "ready", differences.Fate.DELETED, A),

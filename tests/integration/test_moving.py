@@ -136,7 +136,7 @@ async def test_a_move_is_finished_by_another_balancer_wherever_the_first_one_die
             try:
                 await asyncio.create_task(mover.finish())
             except (Died, ShardUnavailable, asyncio.CancelledError):
-                # An operator checks the books before the move goes on.
+                # An operator checks the books before the move continues.
                 await pair.balance()
         if fate.acts < at:
             assert at > 15, fate.names
@@ -290,8 +290,8 @@ async def test_what_comes_late_when_the_next_move_has_only_begun_changes_nothing
     begun = await pair.known()
     await catalog.switch_writer(pair.catalog, first)
     assert await pair.known() == begun
-    # A router that starts tells the shards only about slots at rest. If it told them about this slot, the source could
-    # not close the slot.
+    # A router that starts tells the shards only about slots that are not being moved. If it told them about this slot,
+    # the source could not close the slot.
     for shard in (A, B):
         await catalog.grant_slots(pair.databases[shard], begun)
     for shard in (A, B):
@@ -783,7 +783,7 @@ async def test_while_an_org_moves_its_trial_on_the_source_is_the_only_one(pair: 
     assert await lease_jobs(target, org) == []
     assert await source.settle(Settlement.ack(org, [trial])) == [Answer.OK]
     await mover.finish()
-    # The target does not know how that trial ended, and begins another one.
+    # The target does not know how the trial on the source ended, and begins another trial.
     await target.sweep()
     assert len(await lease_jobs(target, org)) == 1
     await pair.balance()

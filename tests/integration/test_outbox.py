@@ -166,7 +166,7 @@ async def test_an_outage_is_told_once_though_a_standby_lets_connect(
 
 
 async def test_another_error_of_the_database_ends_a_relay(client: Client, empty_dsn: str) -> None:
-    """There is no outbox table here, and waiting does not create one."""
+    """This database has no outbox table. To wait for the table would not help."""
     with pytest.raises(psycopg.errors.UndefinedTable):
         await outbox.Relay(empty_dsn, client).run()
 

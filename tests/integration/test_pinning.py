@@ -438,7 +438,7 @@ async def test_an_org_is_settled_by_another_balancer_wherever_the_first_one_died
     pair: Pair, org: OrgId, how: str
 ) -> None:
     """The first balancer stops before the close, each time at a later act. After the close, the move is like any other
-    move. One org moves, and another org stays while its hash slot moves."""
+    move. One pinned org moves. Another pinned org stays while its hash slot moves."""
     # The hash slots that are on the second shard now.
     moved: set[Slot] = set()
     for at in deaths(how):

@@ -228,7 +228,7 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
     jobs = some_jobs(org, BATCH, queue="queue-7", dedup_keys=[f"key-{n}" for n in range(BATCH)])
     await store.enqueue(jobs)
     enqueue = recorder.last(queue_statements.ENQUEUE)
-    # New ids: with the same ids the jobs would be duplicates, and the plan would be another one.
+    # These jobs have new ids: with the same ids they would be duplicates, and the plan would differ.
     fresh = {
         "ids": "{" + ",".join(job_id() for _ in range(BATCH)) + "}",
         "dedup_keys": [f"new-{n}" for n in range(BATCH)],
@@ -469,7 +469,7 @@ def assert_bounded(name: str, plan: Plan) -> None:
 
 
 async def nothing(_: Recorder, __: OrgId) -> None:
-    """Leaves the tables without statistics, as in a fresh database."""
+    """Leaves the tables without statistics, as in a new database."""
 
 
 async def analyze_when_full(recorder: Recorder, org: OrgId) -> None:
@@ -709,7 +709,7 @@ SELECT
 FROM generate_series(1, %(rows)s) AS n
 CROSS JOIN LATERAL (SELECT now() + interval '1 hour' + n * interval '1 us' AS at) later
 """
-# How many jobs one group has. 50,000 other groups together have as many.
+# How many jobs one group has. 50,000 other groups together have the same number of jobs.
 DEEP_GROUP = 200_000
 
 
@@ -924,7 +924,7 @@ async def test_to_find_a_range_no_older_jobs_of_another_org_are_read(fresh_dsn: 
             assert plan.rows_read("job") <= ROWS // 10, plan.root
 
 
-# Moves 128 slots away, as a balancer does.
+# Moves 128 slots to another shard, as a balancer does.
 MOVE_SLOTS = b"""
 WITH next AS (
     UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch

@@ -164,7 +164,7 @@ async def test_leases_that_max_runtime_has_ended_are_no_crashes(store: Store, da
 async def test_a_trial_that_max_runtime_has_ended_does_not_release_its_kind(
     store: Store, database: Database, org: OrgId
 ) -> None:
-    """Nothing shows that the handler lets its worker live, so the next trial comes after a longer pause."""
+    """Nothing shows that the worker survives the handler, so the next trial comes after a longer pause."""
     await store.enqueue(jobs := some_jobs(org, max_runtime_us=1_000_000))
     # Each of these leases ends at once, before `max_runtime`.
     await crash(store, database, org, AFTER + 1, *jobs.kinds)
@@ -597,7 +597,7 @@ async def test_nothing_is_stranded_whatever_happens(
     await books.alter_queue(org, QUEUE, QueueSettings(), reset=["quarantine_after"])
     for router in routers:
         await router.sweep()
-    # Jobs that are out of attempts are dead by now.
+    # The jobs that are out of attempts are dead now.
     while held := await lease_jobs(store, org):
         answers = await store.settle(Settlement.ack(org, [lease for _, lease in held]))
         assert set(answers) == {Answer.OK}

@@ -236,7 +236,7 @@ def test_a_shard_that_only_the_catalog_knows_is_unavailable_and_hurts_no_other(c
     assert (info.slots, info.reachable, info.state) == (1, False, cluster_pb2.SHARD_STATE_NOT_IN_FILE)
 
 
-# ── What is taken up ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── What is applied ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_shard_that_is_added_comes_up_and_disturbs_nobody(
@@ -309,7 +309,7 @@ def test_a_shard_goes_over_to_another_dsn_and_calls_in_flight_end(
         cluster.said("shard 's2' is reached by its new DSN")
         enqueue(cluster.stubs, org, after)
         assert (after.id,) in cluster.sql("copy", "SELECT id::text FROM windrow.job")
-        # The consumer waits at the new database by now.
+        # Now the consumer waits at the new database.
         enqueue(cluster.stubs, org, new_job(queue="other"))
         assert len(parked.result(PATIENCE_S).jobs) == 1
     assert call.result(PATIENCE_S).results[0].id == before.id

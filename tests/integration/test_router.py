@@ -167,7 +167,7 @@ def locked_jobs(dsn: str) -> Generator[Callable[[], int], None, None]:
         yield waiting
 
 
-# ── What it answers ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── What a router answers ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_an_independent_enqueue_answers_each_job_for_itself(running: Running) -> None:
@@ -476,7 +476,7 @@ def test_reflection_lists_the_services(running: Running, version: str) -> None:
 
 
 def move_slot(running: Running, org: str, *, to: str, grant: bool = True) -> None:
-    """Changes the catalog and the shards as a balancer does when an org's slot begins to move away from s1."""
+    """Changes the catalog and the shards as a balancer does when an org's slot begins to leave s1."""
     slot = slot_of(OrgId(org))
     # Both changes are in one statement: a router that reads between two statements would never learn of the second
     # change.
@@ -499,7 +499,7 @@ def test_an_enqueue_that_a_shard_refuses_goes_where_the_slot_went(running: Runni
     (result,) = enqueue(running.stubs, org, after)
     assert (result.id, result.duplicate) == (after.id, False)
     assert [job.shard for job in found(running.stubs, org, before.id, after.id).jobs] == ["s1", "s2"]
-    # Jobs of both shards are delivered, and their leases find their shard.
+    # Consumers get the jobs of both shards. By each lease the router finds the shard of its job.
     leased = dequeue(running.stubs, org)
     assert {job.id for job in leased} == {before.id, after.id}
     request = queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=job.lease) for job in leased])
@@ -509,7 +509,8 @@ def test_an_enqueue_that_a_shard_refuses_goes_where_the_slot_went(running: Runni
 
 def test_what_two_shards_give_fits_into_one_answer(running: Running) -> None:
     org = running.org_on("s1")
-    # Two such payloads leave room for a third one in one shard's answer. Four are more than gRPC clients accept.
+    # Two payloads of this size leave room for a third one in one shard's answer. Four payloads are more than gRPC
+    # clients accept.
     large = b"x" * (2**20 - 8)
     stored = [new_job(payload=large) for _ in range(2)]
     enqueue(running.stubs, org, *stored)
@@ -775,7 +776,7 @@ def test_a_cluster_file_whose_first_shard_changed_founds_no_second_catalog(postg
         enqueue(both, "org")
 
 
-# ── Coming and going ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── How processes start and stop ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def port_of(address: str) -> int:

@@ -554,7 +554,7 @@ async def test_a_backfill_stores_instants_that_were_skipped_together_and_the_oth
         return await shard.admin.backfill(org, DAILY, begin=at, end=end, overlap=Overlap.ALLOW, epoch=1)
 
     assert (await backfill(1, 1)).stored == 1
-    # The row of the first instant records all skipped instants. The second instant has a row of its own by now.
+    # The row of the first instant records all skipped instants. The second instant now has a row of its own.
     done = await backfill(0, 1)
     assert (done.stored, done.known) == (1, 0)
     runs = await shard.runs(org)
@@ -718,7 +718,7 @@ async def test_a_paused_schedule_sleeps_on_and_one_of_another_shard_is_left(
 
 
 async def _lose_zone(shard: Shard, org: OrgId) -> None:
-    """Gives the org's schedules a time zone that is gone, as after an update of the system."""
+    """Gives the org's schedules a time zone that no longer exists, as after an update of the system."""
     await shard.database.run(
         b"UPDATE windrow.schedule s SET zone = 'Mars/Olympus', cron = '0 * * * *', interval_us = NULL "
         b"FROM windrow.org o WHERE o.org_id = s.org_id AND o.org = %(org)s",

@@ -1,5 +1,5 @@
 """Schedules while their org moves to another shard, and while routers and balancers die: each instant is stored once
-(I10), and only the org's writer fires (I6)."""
+(I10), and only the shard that accepts the org's new jobs fires (I6)."""
 
 from __future__ import annotations
 

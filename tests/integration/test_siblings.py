@@ -335,7 +335,8 @@ async def test_jobs_of_a_process_that_is_killed_before_its_insert_has_ended_come
             doomed.kill()
             with contextlib.suppress(Exception):
                 await enqueue
-            # Postgres completes the statement nevertheless. It leases the jobs, and no process knows that.
+            # Although the process has died, Postgres completes its statement. The statement leases the jobs, and no
+            # process knows that.
             rival.commit()
         got = (await stream.until_jobs(seen + 3))[seen:]
         assert sorted(job.id for job in got) == sorted(job.id for job in jobs)

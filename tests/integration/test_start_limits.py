@@ -117,7 +117,7 @@ def test_bad_input_of_the_command_sets_nothing(cluster: Cluster, arguments: list
     assert cluster.sql("SELECT * FROM windrow.usage_limit ORDER BY 1, 2, 3") == before
 
 
-# ── How much starts ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── How many jobs start ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_all_processes_together_start_exactly_the_limit(cluster: Cluster, near: Client, far: Client) -> None:

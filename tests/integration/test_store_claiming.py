@@ -174,8 +174,8 @@ async def test_takers_of_many_orgs_learn_their_queues_numbers_by_one_statement(r
 async def test_a_wrong_memory_of_a_queue_gives_nothing_to_its_org_and_nothing_away_of_another(
     database: Database, org: OrgId, other_org: OrgId
 ) -> None:
-    """The store remembers a wrong number, as after a failover that lost the creation of a queue whose number now
-    belongs to another org (I4, I7)."""
+    """The store remembers a wrong queue number. This happens after a failover that lost the creation of a queue:
+    another org now has the queue's number (I4, I7)."""
     for wrong_first in (True, False):
         store = Store(database)
         await store.enqueue(some_jobs(other_org, 3, queue=B))

@@ -49,7 +49,7 @@ async def where(database: Database, names: list[JobId]) -> dict[str, tuple[str, 
     return {name: (org, queue) for name, org, queue in rows}
 
 
-# Together
+# Calls that share a statement
 
 
 async def test_calls_of_several_orgs_are_one_statement_and_each_job_is_its_orgs(
@@ -359,8 +359,8 @@ async def test_a_shard_that_is_away_is_everybodys_trouble(recorder: Recorder, or
 async def test_a_queue_remembered_under_another_orgs_number_never_brings_jobs_into_that_org(
     database: Database, org: OrgId, other_org: OrgId, wrong_first: bool
 ) -> None:
-    """The store remembers a wrong number, as after a failover that lost the creation of a queue whose number now
-    belongs to another org (I4, I7)."""
+    """The store remembers a wrong queue number. This happens after a failover that lost the creation of a queue:
+    another org now has the queue's number (I4, I7)."""
     store = Store(database)
     await store.enqueue(some_jobs(org, 1, queue=A))
     await store.enqueue(some_jobs(other_org, 1, queue=B))

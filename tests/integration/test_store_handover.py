@@ -167,7 +167,7 @@ async def test_a_job_handed_over_that_expires_comes_back_with_its_attempt_counte
     for record in await store.get(org, ids_of(jobs), include_payload=False):
         assert [(a.attempt, a.outcome, a.worker) for a in record.attempts()] == [(1, Outcome.EXPIRED, "waiter")]
     assert await store.settle(Settlement.ack(org, leases_of(jobs))) == [Answer.STALE] * 2
-    # It was the last attempt: after another expiry the jobs are dead.
+    # This attempt was the last one: after another expiry the jobs are dead.
     await end_leases(database, org)
     assert await lease_jobs(store, org) == []
     assert {r.state for r in await store.get(org, ids_of(jobs), include_payload=False)} == {"dead"}
@@ -399,7 +399,7 @@ async def test_a_job_known_already_is_not_handed_over(
 async def test_what_is_told_as_handed_over_is_what_is_leased_when_calls_share_jobs(
     database: Database, org: OrgId
 ) -> None:
-    """The call that stored a job has leased it, and no other call is told that it has."""
+    """Only the call that stored a job is told that the job was leased by it."""
     store = Store(database)
     for _ in range(20):
         shared = [job_id(), job_id()]
@@ -422,7 +422,7 @@ async def test_what_is_told_as_handed_over_is_what_is_leased_when_calls_share_jo
             await store.settle(Settlement.ack(org, leases_of(jobs, 100 + number)))
 
 
-# Told exactly once
+# Each job is reported exactly once
 
 
 async def assert_nothing_was_handed(store: Store, jobs: NewJobs) -> None:

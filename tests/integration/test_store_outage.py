@@ -1,4 +1,4 @@
-"""A server goes away: nothing hangs, nothing is lost, and no call waits when the server is back."""
+"""A server stops answering: nothing hangs, nothing is lost, and calls do not have to wait when the server is back."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def server() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(server: Cluster) -> Cluster:
-    """The server, running again whatever the previous test did to it."""
+    """The server. It runs again, whatever the previous test did to it."""
     server.start()
     return server
 

@@ -460,7 +460,7 @@ async def test_a_lease_and_the_lease_before_it_are_answered_apart_in_one_call(da
     ]
 
 
-# As many queues as an org may have
+# The largest number of queues of an org
 
 
 async def test_an_org_with_as_many_queues_as_it_may_have_gets_no_more_and_no_name_is_kept(

@@ -69,7 +69,7 @@ async def test_migrating_again_runs_nothing(fresh_dsn: str) -> None:
 
 
 async def test_processes_that_start_do_not_wait_for_locks_when_nothing_is_to_be_made(spare_dsn: str) -> None:
-    """Hundreds of processes may start at the same moment, and each would hold up all others."""
+    """Hundreds of processes may start at the same moment. If they took locks, each process would delay all others."""
     async with opened(spare_dsn) as database:
         await schema.migrate(database, cluster=CLUSTER)
         await catalog.found(database, cluster=CLUSTER, weights={SHARD: 1.0})

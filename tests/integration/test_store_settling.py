@@ -1,4 +1,5 @@
-"""Acks, nacks, extends and releases of many calls and orgs in one statement: each is answered as if it were alone."""
+"""Acks, nacks, extends and releases of many calls and orgs in one statement: each call is answered as if it were
+alone."""
 
 from __future__ import annotations
 
@@ -236,7 +237,7 @@ async def test_each_lease_is_extended_by_the_window_of_its_own_call(
 async def test_of_several_extends_of_one_lease_the_longest_is_in_force(
     recorder: Recorder, org: OrgId, windows: tuple[int, ...]
 ) -> None:
-    """Each caller was told OK, so its lease must last as long as its window."""
+    """Each caller got the answer OK, so the lease must last for the longest window."""
     store = Store(recorder)
     await store.enqueue(some_jobs(org, 1))
     ((job, lease),) = await lease_jobs(store, org, window_us=MINUTE_US)

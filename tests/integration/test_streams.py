@@ -61,7 +61,7 @@ from tests.streams import (
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 SHARDS = ("s1", "s2")
-# Longer than a test takes, so that no sweep hides a lost wake-up.
+# The pause between sweeps is longer than a test, so that no sweep hides a lost wake-up.
 NEVER_S = 3600.0
 
 
@@ -265,8 +265,8 @@ async def assert_back(
     near: Client, org: str, ids: Sequence[str], *streams: Stream, unsure: int = 0, being_sent: int = 0
 ) -> None:
     """Asserts that all jobs that these streams did not get can be claimed at once, and that no attempt was counted for
-    them. Up to `unsure` jobs that the streams got may be claimed too. Up to `being_sent` jobs may stay leased, because
-    gRPC had already taken their messages."""
+    them. Among the jobs that the streams got, up to `unsure` may be claimed too. Up to `being_sent` jobs may stay
+    leased, because gRPC had already taken their messages."""
     got = {job.id for stream in streams for job in stream.jobs}
     rest = {one for one in ids if one not in got}
     found: dict[str, int] = {}
@@ -700,7 +700,7 @@ async def test_jobs_that_were_not_sent_are_anothers_at_once_and_uncounted(near: 
             await assert_back(near, org, ids, stream)
         else:
             await stream.cancel()
-            # Jobs that were sent and never read stay leased; they are few.
+            # Jobs that were sent but never read stay leased. There are only few of them.
             found: dict[str, int] = {}
 
             async def take() -> bool:
@@ -1014,7 +1014,7 @@ async def test_a_stream_is_refused_without_any_shard_too() -> None:
 
 
 async def said(*requests: queue_pb2.ConsumeRequest) -> AsyncGenerator[Received, None]:
-    """Gives the consumer's messages one after another, and then waits for ever."""
+    """Yields the consumer's messages one after another, and then waits without end."""
     for request in requests:
         yield Received(request, 0)
     await asyncio.Event().wait()

@@ -93,15 +93,15 @@ def client(routers: Routers, tls: windrow.Tls | Path | bool | None = None) -> wi
 
 
 async def refused(routers: Routers, tls: windrow.Tls | Path | bool | None = None) -> str:
-    """Returns the error that a client gets if it cannot connect. The client fails at once, although its timeout is a
-    minute."""
+    """Returns the error that a client gets if it cannot connect. The client must fail at once, although its timeout is
+    a minute."""
     async with client(routers, tls) as made:
         with pytest.raises(windrow.TlsFailed) as told:
             await made.enqueue("mail", "greet")
     return str(told.value)
 
 
-# Those who do not get in
+# Clients that are refused
 
 
 async def test_a_plain_client_of_a_tls_router_is_told_to_use_tls(routers: Routers) -> None:
@@ -171,7 +171,7 @@ async def test_a_server_that_accepts_connections_and_closes_them_is_waited_for(p
             await made.enqueue("mail", "greet")
 
 
-# Those who get in
+# Clients that are accepted
 
 
 async def test_a_client_that_trusts_the_ca_works(place: Site, routers: Routers) -> None:

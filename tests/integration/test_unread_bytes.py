@@ -120,7 +120,7 @@ class Room:
 
 
 async def settled(readers: Sequence[Reader]) -> None:
-    """Returns when the readers get no more jobs."""
+    """Returns when the readers no longer get jobs."""
     before = -1
     while before != (now := sum(reader.jobs for reader in readers)):
         before = now
@@ -150,7 +150,7 @@ async def test_consumers_that_never_read_fill_their_share_and_cause_no_releases(
         assert abs(held - BUFFER_BYTES // 2) <= bytes_most(100)
         assert busy.jobs == 50
         assert recorder.count(statements.GIVE_BACK) == 0
-        # A consumer that waits for room does not look again and again.
+        # A consumer that waits for room in the memory does not claim again and again.
         claims = recorder.count(statements.CLAIM)
         for _ in range(50):
             busy.got.clear()
@@ -163,8 +163,8 @@ async def test_consumers_that_never_read_fill_their_share_and_cause_no_releases(
 
 
 async def test_room_that_comes_free_goes_to_the_next_that_waits(recorder: Recorder, org: OrgId) -> None:
-    """No wake-up is lost: reading frees memory, and all jobs come without a sweep. The jobs are so large that the
-    claims lock more rows than they lease. The claims run at the same time."""
+    """No wake-up is lost: when consumers read, memory becomes free, and all jobs come without a sweep. The jobs are so
+    large that the claims lock more rows than they lease. The claims run at the same time."""
     field = Room(recorder)
     for _ in range(6):
         jobs = some_jobs(org, 15)

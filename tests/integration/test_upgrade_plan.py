@@ -14,7 +14,7 @@ from tests.command import windrow
 from tests.postgres import Server
 from tests.routers import write_cluster
 
-# Only locks that the statements of routers wait for, weakest first.
+# The locks that statements of routers wait for, the weakest lock first.
 _MODES = ("ShareLock", "ShareRowExclusiveLock", "ExclusiveLock", "AccessExclusiveLock")
 _WORDS = ("SHARE", "SHARE ROW EXCLUSIVE", "EXCLUSIVE", "ACCESS EXCLUSIVE")
 _TABLES = b"""

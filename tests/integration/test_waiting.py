@@ -420,7 +420,7 @@ async def test_a_delayed_job_comes_when_it_is_due(near: Client, producer: Client
             await producer.enqueue(org, new_job(delay=window(delay_s)))
             # A job that is due later does not hide this job.
             await producer.enqueue(org, new_job(delay=window(3600)))
-            # Neither a sweep nor another job's timer finds this job: it has a timer of its own.
+            # This job has a timer of its own. Neither a sweep nor another job's timer finds it.
             (job,) = await jobs_of(waiting)
         assert job.run_at.ToNanoseconds() - job.enqueued_at.ToNanoseconds() == delay_s * 1e9
 
@@ -685,7 +685,7 @@ async def test_after_a_cut_the_doorbell_is_heard_again(
     async with near.stream(org, credit=1000) as stream:
         await far.enqueue(org)
         await stream.until_jobs(1)
-        # The test before this one has cut the doorbells too, also those of the routers that sweep often.
+        # The previous test has cut the doorbells of all routers, including the routers that sweep often.
         routers = len(both_routers) + len(sweeping)
         await until(lambda: len(sql(dsns, "s1", _LISTENING)) == routers, "all routers listen")
         cut = {pid for (pid,) in sql(dsns, "s1", _LISTENING)}
@@ -716,8 +716,8 @@ async def test_the_doorbell_goes_over_with_its_shard_when_a_server_says_nothing_
         assert await asyncio.wait_for(heard.get(), PATIENCE_S) is None
         assert await database.run(b"SELECT 1", {}) == [(1,)]
         old.hold()
-        # This call may be refused because of the silence, or end on the other server. Either way the silence was
-        # noticed.
+        # This call may be refused because its server was silent, or it may end on the other server. In both cases the
+        # router has noticed the silence.
         with contextlib.suppress(ShardUnavailable):
             await database.run(b"SELECT 1", {})
         assert await asyncio.wait_for(heard.get(), PATIENCE_S) is None, "what was said meanwhile may have been missed"
@@ -1078,7 +1078,8 @@ async def test_jobs_are_offered_to_those_with_credit_by_turns(room: WaitRoom) ->
 
 
 async def test_of_no_jobs_none_is_offered(room: WaitRoom) -> None:
-    """A call has no jobs left if a former owner knows all of them, or if it repeats an enqueue at a limit."""
+    """An enqueue may have no job to store: a former owner knows all of its jobs, or it repeats an earlier enqueue while
+    a limit is reached."""
     one = WaitingConsumer(OrgId("o"), "mail", credit=1)
     room.enter(one)
     assert await offer(room, NewJobs(org=OrgId("o"))) is None

@@ -138,7 +138,7 @@ async def test_progress_and_checkpoint_stay_with_the_job_until_its_next_attempt(
     assert await _extend(one, "reports", queue_pb2.Extend(lease=job.lease, progress=progress, checkpoint=b"at 3")) == [
         OK
     ]
-    # This extend names neither field, so both stay.
+    # This extend names neither the checkpoint nor the progress, so both stay.
     assert await _extend(one, "reports", queue_pb2.Extend(lease=job.lease)) == [OK]
     stored = await other.job("reports", job_id)
     assert stored.progress == job_pb2.Progress(done=3, total=7, note="files\ufffd copied")

@@ -310,7 +310,7 @@ async def test_a_paused_workflow_releases_nothing(flows: Flows) -> None:
     assert await flows.run_all() == [{"b", "c"}, {"d"}]
 
 
-# ── Once ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── What is stored once ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_workflow_is_stored_once(flows: Flows, books: QueueAdmin) -> None:

@@ -102,7 +102,7 @@ async def test_more_workflows_than_a_sweep_visits_hide_none_of_them(
 
 
 async def test_a_skip_leaves_no_blocked_job_although_the_router_dies_after_it(flows: Flows) -> None:
-    """The router cancels the job of a skipped node in a second step, which it may not reach."""
+    """The router cancels the job of a skipped node in a second step. In this test the router dies before this step."""
     flow = await flows.start(DIAMOND)
     await flows.admin.skip(flows.org, flow.id, NodeName("b"), epoch=1)
     await flows.check()

@@ -79,7 +79,7 @@ async def test_an_end_on_the_source_releases_on_the_target(pair: Pair, org: OrgI
         assert await mover.step()
     await source.ack("a")
     await source.kill("b")
-    # Nobody has told the target of these ends.
+    # Nobody has told the target about these ends.
     assert await target.states(flow) == {
         "a": "released",
         "b": "released",
@@ -136,7 +136,7 @@ async def test_a_job_that_is_released_before_it_arrives_is_released_then(pair: P
     while (await pair.placement(org))[0] != (B,):
         assert await mover.step()
     await source.ack("a")
-    # The mover tells the target of the end at once, and the jobs arrive later.
+    # The mover tells the target about the end at once. The jobs arrive later.
     await mover.finish()
     await target.sweep.sweep()
     assert await target.claim() == {f"b{n}" for n in range(20)}

@@ -37,7 +37,7 @@ async def client(routers: Routers, org: OrgId) -> AsyncGenerator[windrow.Client,
 
 
 async def work(client: windrow.Client, dies: Sequence[str] = (), *, seen: list[str] | None = None) -> None:
-    """Works until no job is ready. Acks each job with its payload as the result, or kills the job if `dies` names
+    """Works until no job is ready. Acks each job with the job's payload as its result, or kills the job if `dies` names
     it."""
     while jobs := await client.dequeue("q", max_jobs=100, wait=0):
         for job in jobs:

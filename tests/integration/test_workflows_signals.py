@@ -285,7 +285,7 @@ async def test_a_signal_counts_although_a_claim_has_just_leased_the_expired_job(
     assert await flows.run_all() == [{"deploy"}, {"won", "over"}]
 
 
-# ── Who comes first ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Which of two calls comes first ───────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_signal_for_a_job_that_somebody_else_ends_is_not_answered_before(

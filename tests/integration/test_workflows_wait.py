@@ -1,5 +1,5 @@
 """A job waits for nodes that it adds to its workflow, and runs again when they have ended. Only a job that still has
-its lease can wait. No job waits for ever, even if the last of these nodes ends at the same time (I7, I11)."""
+its lease can wait. No job waits without end, even if the last of these nodes ends while the wait begins (I7, I11)."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ async def test_nobody_waits_in_a_workflow_that_was_cancelled(flows: Flows) -> No
 async def test_edges_of_jobs_that_wait_count_once(flows: Flows) -> None:
     flow = await flows.start({"a": []})
     await flows.claim()
-    # Give the workflow so many edges that two are left.
+    # Give the workflow two edges fewer than the limit.
     await flows.database.run(
         b"INSERT INTO windrow.workflow_edge SELECT w.flow, 100000 + n, 0, 'cancel' FROM windrow.workflow w, "
         b"generate_series(1, %(edges)s::integer) n WHERE w.id = %(id)s::uuid",
@@ -340,7 +340,7 @@ async def test_edges_of_jobs_that_wait_count_once(flows: Flows) -> None:
     await flows.ack("a")
 
 
-# ── Under fire ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Locks, races and moves ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_job_that_another_session_has_locked_does_not_wait(flows: Flows, module_dsn: str) -> None:
