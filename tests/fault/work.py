@@ -41,9 +41,9 @@ _HELD_S = 60.0
 
 @dataclass(kw_only=True)
 class Work:
-    """The load of `org`, which moves, and of `bystanders`, one org on each shard that does not move. Each of `clients`
-    uses its own set of routers, and so does each of `stubs`, which never retry. `folder` has only the histories of this
-    work."""
+    """The load of `org`, which moves, and of `bystanders`, which are, for each shard, one org that does not move. Each
+    of `clients` uses its own set of routers, and so does each of `stubs`, which never retry. `folder` has only the
+    histories of this work."""
 
     org: str
     bystanders: Mapping[str, str]

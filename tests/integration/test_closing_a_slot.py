@@ -1,6 +1,6 @@
-"""Decision 0017 closes a slot in a way that relies on a rule of Postgres: an enqueue takes its snapshot after its table
-locks. So while one session holds windrow.owned_slot exclusively, no running enqueue has seen the slot open, and no
-enqueue sees the slot open afterwards."""
+"""When a slot is closed (decision 0017), the close relies on the order of two things in an enqueue: it takes its table
+locks first, and its snapshot afterwards. So while one session holds windrow.owned_slot exclusively, no running enqueue
+has seen the slot open, and no enqueue sees the slot open afterwards."""
 
 from __future__ import annotations
 

@@ -114,8 +114,8 @@ async def test_the_jobs_are_counted_again_only_when_the_count_is_too_old(
     assert [counts(one) for one in await listed(fresh_books)] == [(org, 4, 3, 0, 0)]
     await fresh_books.purge_queue(org, some_jobs(org).queues[0], limit=100, include_dead=True)
     assert [counts(one) for one in await listed(fresh_books)] == [(org, 0, 0, 0, 0)]
-    # A count needs the row of the last count, so it waits for the session that holds this row. When the wait ends, that
-    # session has counted all orgs.
+    # A count needs the row of the last count, so it waits for the session that holds this row. When the wait ends, the
+    # last count is young enough, so nothing is counted again.
     two = await asyncio.gather(*(org_figures.count(fresh_books._database, max_age_us=MINUTE) for _ in range(2)))
     assert two == [None, None]
 

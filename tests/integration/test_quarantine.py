@@ -54,8 +54,8 @@ async def end_leases(database: Database, org: OrgId, *, lasted_s: float = 0) -> 
 
 
 async def crash(store: Store, database: Database, org: OrgId, times: int, *kinds: str) -> None:
-    """Lets `times` workers die one after another while they have leased jobs of these kinds. Before its death, each
-    worker gives back the jobs of other kinds. One more worker claims after the last death, and gives all jobs back."""
+    """Lets `times` workers die one after another while they have leased jobs of these kinds. Before a worker dies, it
+    gives back the jobs of other kinds. One more worker claims after the last death, and gives all jobs back."""
     for _ in range(times):
         leased = await lease_jobs(store, org)
         assert {job.kind for job, _ in leased}.issuperset(kinds)
