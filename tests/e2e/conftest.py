@@ -24,7 +24,7 @@ WAIT_S = 60.0
 
 
 class RunningCluster:
-    """Shards that stay up, and routers that a test may kill and start again on the same port."""
+    """Shards that keep running, and routers that a test may kill and start again on the same port."""
 
     def __init__(self, folder: Path, dsns: dict[str, str], address: str) -> None:
         self.dsns = dsns

@@ -1,4 +1,5 @@
-"""The programs of the examples as processes, and the commands of their pages. A test runs every command of a page."""
+"""Runs the programs of the examples as processes, and the commands on the pages of the examples. A test runs every
+command of a page."""
 
 from __future__ import annotations
 
@@ -74,15 +75,16 @@ def list_all(
 
 
 def most_at_once(jobs: Sequence[JobRecord]) -> int:
-    """Returns the most jobs that were leased at the same time, by the shard's clock."""
+    """Returns the largest number of jobs that were leased at the same time, by the shard's clock."""
     attempts = [attempt for job in jobs for attempt in job.attempts]
     changes = [(one.leased_at, 1) for one in attempts] + [(one.ended_at, -1) for one in attempts]
-    # If a lease ends at the time when another one begins, the end comes first.
+    # If a lease ends at the instant when another lease begins, the end comes first.
     return max(accumulate(change for _, change in sorted(changes)))
 
 
 class Page:
-    """The commands of an example's page. `replaced`: words of the page, and what a test puts in their place."""
+    """The commands of an example's page. `replaced`: words of the page, and the words with which a test replaces
+    them."""
 
     def __init__(self, name: str, cluster: RunningCluster, replaced: Mapping[str, str]) -> None:
         page = f"examples/{name}/README.md"
@@ -103,8 +105,8 @@ class Page:
     def started(
         self, of: str, *more: str, listens: bool = False
     ) -> Generator[tuple[subprocess.Popen[str], str], None, None]:
-        """Runs the one command that contains this text, as started() does. If an option is given twice, the last one
-        counts."""
+        """Runs the one command that contains this text, as started() does. If an option is given twice, the command
+        uses the last one."""
         python, option, module, *arguments = self.command(of)
         assert (python, option) == (sys.executable, "-m")
         with started(self._cluster, module, *arguments, *more, listens=listens) as program:
@@ -116,7 +118,7 @@ class Page:
             self.run(line)
 
     def command(self, of: str) -> list[str]:
-        """Returns the one command that contains this text. Counts it as run, because the test runs it."""
+        """Returns the one command that contains this text. Marks the command as run, because the test runs it."""
         (line,) = dict.fromkeys(line for line in self._commands if of in line)
         self._unused.discard(line)
         text = line.replace(PYTHON, sys.executable).replace(WINDROW, str(Path(sys.executable).parent / "windrow"))

@@ -1,5 +1,5 @@
-"""The benchmark with tiny numbers. These tests check that it measures, and what it leaves behind. Its figures mean
-nothing here."""
+"""The benchmark with tiny numbers. These tests check that the benchmark measures, and what it leaves behind. Its
+figures mean nothing in these tests."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_an_archiver_beside_the_load_is_measured(tmp_path: Path) -> None:
     told = _told(tmp_path, *command, *seconds)
     (sample,) = told["scenarios"]["load"]["samples"]
     assert sample["archived"]["turned_cold"] == 2000
-    # After three o'clock the jobs of 31 days ago are dropped too.
+    # The second number is for runs after three o'clock: then the jobs of 31 days ago are dropped too.
     assert sample["archived"]["dropped"] in (1000, 1500)
 
 
@@ -132,7 +132,7 @@ def test_proofs_are_replaced_under_load_and_nothing_fails(tmp_path: Path) -> Non
         "rotations", "--rotations", "24", "--rate", "100", "--pause", "0.6", "--routers", "1", out=tmp_path
     )
     assert sample["rotations"] == {"API keys": 8, "JWKS": 8, "certificates": 8}
-    # Some of the old proofs stopped counting within the run.
+    # For each kind of proof, at least one old proof was refused before the run ended.
     assert all(sample["effect_s"].values())
     assert sample["stored"] > 0
     assert (sample["failed"], sample["missing"]) == ({}, 0)
@@ -225,7 +225,7 @@ def _samples(*command: str, out: Path) -> list[Any]:
 
 
 def _must_hold(sample: Any) -> None:
-    """Asserts that the figures that must be 0 or a share of the slots are so. Durations are not checked here."""
+    """Asserts the demands on figures that must be 0 or a share of the slots. Durations are not checked here."""
     assert [one for one in sample["demands"] if not one["holds"] and not one["must_be"].startswith("≤")] == []
 
 
@@ -251,7 +251,7 @@ def test_a_stopped_run_leaves_no_process_behind() -> None:
         os.killpg(running.pid, signal.SIGINT)
         _, told = running.communicate(timeout=60)
     finally:
-        # Kill the run even if the test is interrupted: otherwise the benchmark would go on for minutes.
+        # Kill the run even if the test is interrupted: otherwise the benchmark would run for minutes.
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGKILL)
     assert running.returncode == 130, told

@@ -84,14 +84,15 @@ Windrow = Callable[..., Done]
 
 
 def environ(**more: str) -> dict[str, str]:
-    """Returns the environment of a user's shell, with this checkout's `windrow` first in the PATH."""
+    """Returns the environment of a user's shell. This checkout's `windrow` comes first in the PATH."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return os.environ | {"PATH": path, "COLUMNS": "80"} | more
 
 
 @contextlib.contextmanager
 def windrow_up(*arguments: str) -> Generator[tuple[subprocess.Popen[str], IO[str]], None, None]:
-    """Starts `windrow up` and yields it with its output; afterwards stops it with Ctrl-C if it still runs."""
+    """Starts `windrow up`. Yields the process and its output. Afterwards stops the process with Ctrl-C if it still
+    runs."""
     with subprocess.Popen(
         ["windrow", "up", *arguments], env=environ(), stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as process:
@@ -126,7 +127,7 @@ def windrow(running: Running, monkeypatch: pytest.MonkeyPatch) -> Windrow:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Yields a folder outside of tmp_path: root's tmp_path has mode 700, so that Postgres's account could not enter
+    """Yields a folder outside of tmp_path: root's tmp_path has mode 700, so the account of Postgres could not enter
     it."""
     base = Path(tempfile.mkdtemp(prefix="windrow-test-", dir="/tmp")).resolve()
     base.chmod(0o755)
@@ -155,8 +156,8 @@ class Step:
 
 
 def steps(text: str) -> list[Step]:
-    """Returns every command of the ```console blocks. A step `$ echo $?` gives the exit code of the command before
-    it."""
+    """Returns every command of the ```console blocks. A step `$ echo $?` gives the exit code of the previous
+    command."""
     found: list[Step] = []
     for block in re.findall(r"^```console\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
         for part in block.removeprefix("$ ").split("\n$ "):
@@ -193,8 +194,8 @@ def play(command: str, windrow: Windrow, running: Running, folder: Path) -> tupl
 
 
 class Names:
-    """Maps the ids, leases and keys that the page shows to the real ones in the same places, which are new in every
-    run."""
+    """Maps the ids, leases and keys that the page shows to the real ones in the same places. The real ones are new in
+    every run."""
 
     def __init__(self) -> None:
         self._live: dict[str, str] = {}
@@ -223,7 +224,7 @@ def steady(text: str) -> str:
     text = re.sub(r"^[\d,]+ of [\d,]+ slots so far\n", "", text, flags=re.MULTILINE)
     # The line of `windrow doctor` about the server has counts.
     text = re.sub(r"^postgres 1\d.* connections$", "SERVER", text, flags=re.MULTILINE)
-    # There are two partitions for days of finished jobs, or three until three o'clock.
+    # There are two partitions for days of finished jobs; until three o'clock there are three.
     text = re.sub(r"\([23] partitions\)", "(DAYS)", text)
     text = re.sub(r"^ *(?:\d+ )?(\w+( \(DAYS\))?) .*\b[kM]B\b.*$", r"\1 SIZES", text, flags=re.MULTILINE)
     return re.sub(r" +", " ", text)
@@ -347,7 +348,8 @@ def test_a_secure_cluster_prints_lines_to_paste_that_work_and_refuses_who_has_no
         )
         assert done.returncode == 0, done.stderr
         assert "1 acked" in done.stderr
-        # A call about all orgs is refused, and the error names what it needs. The last line to paste makes such a key.
+        # A call about all orgs is refused, and the error names what it needs. The last line that the user may paste
+        # makes a key for all orgs.
         assert said[11].startswith("The key is for the org acme, and has the scopes enqueue, consume, read, admin.")
         script = f"{pasted[0]}\nwindrow shards || {said[14]}".replace("./run windrow", "windrow")
         done = subprocess.run(
@@ -365,7 +367,8 @@ def test_a_secure_cluster_prints_lines_to_paste_that_work_and_refuses_who_has_no
     # A later start prints the same key.
     with windrow_up(*data, "--json") as (_, output):
         assert json.loads(output.readline())["key"] == pasted[0].partition("=")[2]
-    # A start without --secure still asks for keys. It prints lines that work with an existing key.
+    # A cluster that is started without --secure still requires keys. The start prints lines that work with an existing
+    # key.
     with windrow_up(*data[:-1]) as (_, output):
         said = [line.strip() for line in itertools.takewhile(lambda line: "Ctrl-C" not in line, output)]
         assert said[4].startswith("This cluster asks callers for an API key: set WINDROW_TOKEN ")
@@ -387,7 +390,7 @@ def test_a_shard_that_is_added_to_the_data_is_filled(windrow: Windrow, folder: P
         for org in orgs:
             assert windrow("enqueue", org, "mail", "greet", "--address", address).code == 0
     config = folder / "data" / "s1" / "cluster.toml"
-    # A shard that an operator added. The next start listens on another port.
+    # An operator has added a shard. The next start listens on another port.
     by_hand = '\n[[shard]]\nname = "s2"\ndsn = "host=127.0.0.1 port=1"\nstate = "off"\nweight = 0\n'
     config.write_text(config.read_text() + by_hand)
     (folder / "data" / "s1" / "cluster.json").unlink()
@@ -458,7 +461,7 @@ def test_a_router_of_a_cluster_file_serves_until_it_is_told_to_stop(windrow: Win
         process.terminate()
         _, log = process.communicate(timeout=WAIT_S)
     assert (process.returncode, healthy.code) == (0, 0)
-    # gRPC must not report as an error that it closes its socket.
+    # When gRPC closes its socket, it must not report that as an error.
     assert "Closing acceptor" not in log
 
 
@@ -1073,7 +1076,7 @@ def test_a_restore_that_fails_says_how_to_repeat_it_without_a_second_copy(windro
     with serving({"Admin": {"RestoreJobs": unary(restore, admin_pb2.RestoreJobsRequest)}}) as address:
         command = ("jobs", "restore", "acme", "-", "--json", "--address", address)
         failed = windrow(*command, stdin=ids)
-        # The first call's answers are printed.
+        # The command prints the answers of its first call.
         assert (failed.code, len(failed.documents)) == (3, 1000)
         found = re.search(r"--batch (\S+)", failed.err)
         assert found is not None
@@ -1382,7 +1385,7 @@ def test_a_dequeue_says_what_keeps_a_queue_from_giving_jobs(windrow: Windrow) ->
 
 def test_a_dequeue_says_what_holds_the_jobs_that_are_ready(windrow: Windrow) -> None:
     def told(queue: str) -> str:
-        """Returns what a dequeue says while the queue has one more job."""
+        """Returns what a dequeue prints while the queue has one more job."""
         assert windrow("enqueue", "held", queue, "k").code == 0
         return windrow("dequeue", "held", queue).err
 
@@ -1536,7 +1539,7 @@ def test_a_line_that_is_too_long_is_named_and_those_before_it_are_stored(windrow
     assert counts["queues"][0]["ready"] == 3
 
 
-# ── Light, and well written ──────────────────────────────────────────────────────────────────────────────────────────
+# ── Imports, and the style of texts ──────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(

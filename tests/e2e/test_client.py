@@ -1,4 +1,4 @@
-"""The client as a user works with it, against a real cluster."""
+"""The client as a user uses it, against a real cluster."""
 
 from __future__ import annotations
 
@@ -619,11 +619,12 @@ async def test_jobs_that_meet_conditions_are_changed_in_steps_and_a_repeated_cal
     stored = await client.enqueue_many(jobs)
     odd = [one.id for one in stored][1::2]
     where = JobFilter(queue="q", attributes={"n": "1"})
-    # The change is of priority and time, so a list in the order of claims would meet the changed jobs again.
+    # The call changes priority and time. So if it listed jobs in the order of claims, it would meet the changed jobs
+    # again.
     later: dict[str, Any] = {"priority": 9, "run_at": datetime.now(UTC) + 2 * HOUR}
     tried = await client.alter_where(where, **later, dry_run=True)
     assert (tried.found, tried.changed, [job.id for job in tried.first]) == (6, 0, odd[:0:-1])
-    # Records of jobs have whole stacks, so the printed answer shows only the numbers.
+    # A job's record may contain a whole stack trace, so the printed answer shows only the numbers.
     assert repr(tried) == "BulkChange(found=6, changed=0, skipped=0)"
     steps: list[BulkChange] = []
 

@@ -1,4 +1,5 @@
-"""The demo as a user runs it, with fewer events: it passes, fails if the totals are wrong, and always cleans up."""
+"""The demo as a user runs it, with fewer events: it passes, it fails if the totals are wrong, and it always cleans
+up."""
 
 from __future__ import annotations
 
@@ -69,20 +70,20 @@ def test_every_push_is_counted_once_while_everything_is_being_killed() -> None:
 @pytest.mark.turns(3)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_running_however_the_demo_ends(number: signal.Signals) -> None:
-    # Slow enough that the signal arrives in the middle of the work.
+    # The demo works slowly enough that the signal arrives in the middle of the work.
     with started(events=2000, faults=True, seconds=60.0) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if " done" in line:
                 break
         family = psutil.Process(process.pid).children(recursive=True)
-        # The family: three Postgres servers with their processes, two routers, and two workers. One worker may have
-        # just been killed.
+        # The demo's child processes: three Postgres servers with their own processes, two routers, and two workers. One
+        # worker may have just been killed.
         assert len(family) >= 6
         process.send_signal(number)
         process.wait(60)
     _, alive = psutil.wait_procs(family, timeout=40)
-    # Orphaned processes have ended too, but may still be zombies.
+    # Orphaned processes must have ended too, but they may still be zombies.
     assert [one for one in alive if runs(one)] == []
 
 

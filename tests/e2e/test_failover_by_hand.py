@@ -35,7 +35,7 @@ SECTION = PAGE.partition("\n## Failover\n")[2].partition("\n## ")[0]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PASSWORD = "of-this-test"
 INITDB_S_MAX = 120.0
-# These programs work on folders of the server's account. Those of Postgres refuse to run as root.
+# These programs work on folders of the server's account. The programs of Postgres refuse to run as root.
 OF_THE_SERVER = ("pg_basebackup", "pg_ctl", "pg_rewind", "mkdir")
 # Prints the ids of acknowledged jobs: org-1 lives on s2, and org-2 on s1.
 ENQUEUE = "for number in 1 2; do windrow enqueue org-$number mail greet; done"
@@ -177,7 +177,7 @@ def two_machines(folder: Path) -> Generator[tuple[Machine, Machine]]:
 @pytest.mark.turns(2)
 @pytest.mark.parametrize("mode", ["immediate", "fast"])
 def test_a_failover_by_hand_goes_as_the_page_says(tmp_path: Path, mode: str) -> None:
-    """`fast` is the page's variant for a planned switchover."""
+    """The mode `fast` is the page's variant for a planned switchover."""
     with two_machines(tmp_path) as (first, second):
         for kind, text in BLOCK.findall(SECTION):
             if kind == "console":

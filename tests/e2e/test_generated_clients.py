@@ -1,7 +1,7 @@
 """docs/clients.md: its commands build a client in each language, which then stores a job and works on it.
 
-By default only the parts that need no tool of the language are tested. `./run test --generators` runs the commands, and
-skips a language whose tools are not on this machine.
+By default only those steps are tested that need no tool of the language. `./run test --generators` runs the commands,
+and skips a language whose tools are not on this machine.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def test_each_feed_is_imported_once_and_two_at_a_time_though_a_loader_and_an_ind
     page = Page("importer", cluster, {"shop": org, "products.db": str(tmp_path / "products.db")})
     with ExitStack() as programs, SyncClient(cluster.address, org=org) as client:
         assert page.run("--hosts 4") == "4 imports are new, 12 were under way\n"
-        # The largest feed takes longer than the window, so its lease lasts only if it is extended.
+        # The import of the largest feed takes longer than the window, so its lease must be extended.
         quick = ("--window", "3", "--slow", "0.8")
         loaders = [programs.enter_context(page.started("importer.loader", *quick))[0] for _ in range(3)]
 

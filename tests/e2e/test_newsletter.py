@@ -72,7 +72,7 @@ def test_each_subscriber_gets_an_issue_once_and_the_rate_holds_though_a_web_proc
         cluster.kill()
         cluster.start()
 
-        # Each subscriber gets the issue, and two people get a welcome.
+        # Each subscriber gets the issue, and two people get a welcome mail.
         mails = SUBSCRIBERS + 2
         until(lambda: client.stats(MAILS, include_finished=True).queues[MAILS].succeeded == mails, "every mail is sent")
         assert call(mail_server)["sent"] == mails

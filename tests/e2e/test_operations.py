@@ -86,7 +86,7 @@ def test_what_the_page_says_can_be_done_as_it_says(place: Place) -> None:
 
 
 def _on_this_machine(text: str, db3: Mapping[str, object]) -> str:
-    """Puts one of the test's servers in the place of the page's server of s3: on loopback, and without TLS."""
+    """Replaces the page's server of s3 by one of the test's servers, which is on loopback and without TLS."""
     return text.replace("@db3/", f"@{db3['host']}:{db3['port']}/").replace("?sslmode=verify-full", "")
 
 

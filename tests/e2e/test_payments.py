@@ -22,9 +22,9 @@ ORDERS = 40
 
 
 def _stopped_outside_of_writes(worker: Popen[str], database: Path) -> bool:
-    """Stops the worker. If it has the write lock of the database, lets it go on and returns False: nobody else could
-    write while it is stopped. It may write although all its handlers waited for the bank a moment before: on a busy
-    machine a lease of one second can end, and a handler begins with another job."""
+    """Stops the worker. If the worker has the write lock of the database, lets it continue and returns False: otherwise
+    nobody else could write while it is stopped. The worker may write although all its handlers waited for the bank a
+    moment before: on a busy machine a lease of one second can end, and then a handler begins with another job."""
     worker.send_signal(signal.SIGSTOP)
     until(lambda: psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED, "it stands still")
     with closing(sqlite3.connect(database, timeout=0, isolation_level=None)) as own:
@@ -89,7 +89,7 @@ def test_each_order_is_paid_for_once_though_workers_stop_and_the_bank_and_the_ro
             lambda: client.stats("payments", include_finished=True).queues["payments"].succeeded == ORDERS,
             "every payment is decided",
         )
-        # The late worker has the bank's answers, and goes on.
+        # The stopped worker has the bank's answers, and continues.
         late.send_signal(signal.SIGCONT)
         until(lambda: orders.report()["late_writes_refused"], "a late write is refused")
 

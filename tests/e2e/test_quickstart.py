@@ -50,7 +50,8 @@ def place(tmp_path: Path) -> Generator[Place]:
     with open_clusters(["pg"], ephemeral=True) as servers:
         dsn = servers["pg"].superuser_dsn
         programs = f"{find_binaries().folder}:{environ()['PATH']}"
-        # `windrow login` writes its profile below XDG_CONFIG_HOME. The profile of whoever runs the test must stay.
+        # `windrow login` writes its profile below XDG_CONFIG_HOME. The test must not change the profile of the person
+        # who runs it.
         yield Place(folder=tmp_path, environ=environ(PG1=dsn, PG2=dsn, PATH=programs, XDG_CONFIG_HOME=str(tmp_path)))
 
 

@@ -29,7 +29,7 @@ def test_the_totals_of_a_report_are_right_though_its_workers_and_its_starter_are
             assert first_line(starter).startswith(f"started: {flow_id}")
             nodes = sum(counts().values())
             assert nodes > 60
-            # A part takes so long that the kill comes in the middle of one.
+            # Each part of the report takes so long that the kill comes in the middle of a part.
             with page.started("report.worker", "--window", "1", "--slow", "0.3") as (doomed, _):
                 until(lambda: counts()[NodeState.SUCCEEDED] >= 5, "parts are counted")
                 doomed.send_signal(signal.SIGKILL)

@@ -25,13 +25,13 @@ IMAGES, MOST = 6, 3
         (0, 0, 0, 0),
         (5, 0, 0, 3),
         (2, 0, 0, 2),
-        # Two functions are starting, and will take two of the five jobs.
+        # Two functions are running without a lease, and will take two of the five jobs.
         (5, 0, 2, 1),
         (2, 0, 2, 0),
         (5, 3, 3, 0),
-        # A function that runs has no job yet.
+        # One of the two running functions has no job yet.
         (1, 1, 2, 0),
-        # The lease of a function that was killed has not ended.
+        # A function was killed, and its lease has not ended yet.
         (0, 1, 0, 0),
         # This scaler did not start the functions that hold leases.
         (5, 2, 0, 1),
@@ -72,7 +72,7 @@ def test_each_job_is_worked_by_a_function_of_its_own_though_functions_and_the_sc
         jobs = list_all(client, QUEUE, state=JobState.SUCCEEDED)
         attempts = [attempt for job in jobs for attempt in job.attempts]
         assert AttemptOutcome.EXPIRED in {attempt.outcome for attempt in attempts}
-        # If the answer to a claim was lost with the router, the function asked again, and its first lease expired.
+        # If the answer to a claim was lost with the router, the function claimed again, and its first lease expired.
         functions = [attempt.worker for attempt in attempts if attempt.outcome is not AttemptOutcome.EXPIRED]
         assert len(set(functions)) == len(functions)
         assert most_at_once(jobs) <= MOST

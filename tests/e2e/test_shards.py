@@ -26,7 +26,7 @@ from tests.jobs import lease_jobs
 from tests.postgres import Server
 
 A, B = ShardName("s1"), ShardName("s2")
-# The slots that s2 gets from s1. They go in one move.
+# The slots that s2 gets from s1. One move takes all of them.
 PART = range(SLOTS - 1024, SLOTS)
 BUT_A_PART = {"weight": 15}
 LEFT = SLOTS - len(PART)
@@ -98,7 +98,7 @@ async def test_plan_and_rebalance_name_the_shards_that_are_left_out(field: Field
     done = await windrow(field, "shards", "rebalance")
     assert (done.code, done.out) == (0, nothing)
     assert done.err.startswith("shard 's2' is unavailable: connection failed: ")
-    # Slots are to move there: the command names the shard, and waits for it.
+    # Now slots must move to this shard: the command names the shard, and waits for it.
     field.write(s1=BUT_A_PART, s2={})
     moving = start(field, "shards", "rebalance")
     await moving.says("nothing moves from or to shard 's2': shard 's2' is unavailable: connection failed: ")
@@ -114,7 +114,7 @@ async def test_rebalance_shows_what_another_does_and_goes_on_where_that_ends(fie
         await command.says("the balancer that leads does not use this cluster file ")
         told, blocked_reason = command.log.read_text().splitlines()[:2]
         assert told.startswith("a balancer leads already: windrow balancer ")
-        # The other leader has reported no move.
+        # The other leader has not reported any move.
         assert blocked_reason.startswith("the balancer that leads does not use this cluster file ")
         assert await field.slots() == {"s1": SLOTS}
     done = await end(command)

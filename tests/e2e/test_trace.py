@@ -44,7 +44,7 @@ def traced(config: Path, collector: Collector) -> Iterator[Routers]:
 
 @pytest.fixture
 def provider(collector: Collector) -> Iterator[TracerProvider]:
-    """Yields a provider such as an application configures."""
+    """Yields a tracer provider like the one that an application configures."""
     made = TracerProvider(resource=Resource.create({"service.name": "shop"}))
     made.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter(endpoint=collector.endpoint)))
     yield made
@@ -187,13 +187,13 @@ def test_nothing_is_exported_unless_it_is_asked_for(config: Path, environ: dict[
             both.queue.Enqueue(request, timeout=PATIENCE_S, metadata=(("traceparent", parent),))
             (leased,) = both.queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=[QUEUE]), timeout=PATIENCE_S).jobs
             assert not leased.HasField("trace")
-        # A router that has ended sends no more spans, so none can come later.
+        # A router that has ended sends no spans, so no span can arrive later.
         assert collector.spans() == []
 
 
 def test_a_collector_that_is_away_holds_nothing_up(config: Path) -> None:
     with socket.socket() as taken:
-        # The port is bound but does not listen: no other program gets it, and connections are refused.
+        # The port is bound, but nothing listens on it: no other program gets the port, and connections are refused.
         taken.bind(("127.0.0.1", 0))
         environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{taken.getsockname()[1]}", **SOON}
         with running_routers(config, environ=environ) as routers, stubs(routers.address) as both:

@@ -55,7 +55,7 @@ def test_each_event_takes_effect_once_though_the_receiver_is_down_and_a_worker_i
             assert client.redrive_queue("webhooks") == 1
             until(lambda: call(receiver)["effects"] == EVENTS + 1, "the delivery takes effect after its redrive")
 
-            # The commands need a schedule, which the worker declares.
+            # The commands of the page need a schedule, which the worker declares.
             until(client.list_schedules, "a schedule")
             commands_of_the_page_work(cluster, org)
 

@@ -1,8 +1,9 @@
-"""A worker process that dies of jobs of one kind, as of a fault in native code.
+"""A worker process that dies when it gets a job of one kind, as from a fault in native code.
 
     python -m tests.fault.poison_worker ADDRESS ORG [mended]
 
-`mended`: the process survives these jobs. Jobs of all other kinds always succeed. The process ends after SIGTERM.
+`mended`: the process survives jobs of this kind. Jobs of all other kinds always succeed. The process ends after
+SIGTERM.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Stops a move inside one of its steps (docs/decisions/0017-moving-slots.md): in the commit, when all statements have
-run and nothing is committed yet. Triggers in the tables wait for a lock that the test holds. Windrow itself does not
-know these triggers."""
+"""Stops a move inside one of its steps (docs/decisions/0017-moving-slots.md): during the commit, when all statements of
+the step have run but nothing is committed yet. Triggers in the tables wait for a lock that the test holds. These
+triggers are not part of Windrow."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _KEYS = {name: key for key, name in enumerate(STEPS, 1)}
 
 def make_gates(shard: Shard) -> None:
     """Makes one gate for each step. All gates are open."""
-    # Without this, the step "close" would not wait longer than it waits for enqueues.
+    # Without this setting, the step "close" would not wait at the gate for longer than it waits for enqueues.
     ask(
         shard.direct_dsn,
         "CREATE FUNCTION public.wait_at_gate() RETURNS trigger LANGUAGE plpgsql SET lock_timeout = 0 AS "

@@ -41,7 +41,7 @@ async def test_each_page_comes_within_a_minute_of_its_fault_and_ends_after_it(tm
             shards = await stack.enter_async_context(open_shards(2, replicated=False, roots={}))
         except BinariesNotFound as error:
             pytest.skip(str(error))
-        # The catalog has a path of its own, so that it can be away while its shard is not.
+        # Routers reach the catalog on a path of its own, so that the catalog can be away while its shard is not.
         catalog = Entrance(shards["s1"].nodes)
         await stack.enter_async_context(catalog.open())
         scraped = [stack.enter_context(reserved_address()) for _ in "ab"]
@@ -75,7 +75,7 @@ async def test_each_page_comes_within_a_minute_of_its_fault_and_ends_after_it(tm
         await second.enter_async_context(in_thread(running_routers(configs[1])))
 
         repaired_s = time.monotonic()
-        # WindrowEnqueuesFailSlowly, a ticket, looks half an hour back.
+        # WindrowEnqueuesFailSlowly, an alert that makes a ticket and wakes nobody, looks half an hour back.
         await until(
             lambda: asyncio.to_thread(lambda: firing() <= {"WindrowEnqueuesFailSlowly"}),
             "no page fires",

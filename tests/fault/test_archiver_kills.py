@@ -107,7 +107,7 @@ async def test_an_archiver_that_is_killed_at_any_moment_leaves_every_job_where_i
     for _ in range(KILLS):
         await load.add_days()
         archiver = await start(field.config)
-        # If the archiver ends while this process sleeps, nobody sees it lead.
+        # If the archiver ends while this process sleeps, the test does not see that it led.
         await until(lambda: leading(load.database), lambda leaders: leaders or archiver.returncode is not None)  # noqa: B023
         finishing = asyncio.create_task(load.finish_some())
         try:
@@ -128,7 +128,7 @@ async def test_an_archiver_that_is_killed_at_any_moment_leaves_every_job_where_i
         (len([days for days in DAYS if days <= 30]),)
     ]
     if exports:
-        # The exports contain every job that was dropped, and each job only once.
+        # The exports contain every dropped job exactly once.
         checked = list(export.check_all(Files(ExportLocation.parse(str(place)))))
         assert {one.trouble for one in checked} == {""}
         (books,) = [found for found in await QueueAdmin(load.database).check() if found.org == org]

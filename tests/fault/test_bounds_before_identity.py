@@ -1,5 +1,5 @@
-"""What a caller who has proved nothing can take of a router: connections, streams, header bytes, time and lines of the
-log, each up to a bound (SECURITY.md, "What one hostile client can do"). With and without TLS."""
+"""What a caller who has not proved who it is can use of a router: connections, streams, header bytes, time and lines of
+the log, each up to a bound (SECURITY.md, "What one hostile client can do"). With and without TLS."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ ATTACKER = "127.0.0.2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entrance:
-    """A router that asks who calls. `ca`: the authority of its certificate; None: the router speaks no TLS."""
+    """A router that asks each caller who it is. `ca`: the authority of its certificate; None: the router speaks no
+    TLS."""
 
     routers: Routers
     ca: Path | None
@@ -89,7 +90,7 @@ class Entrance:
     async def health(self) -> AsyncGenerator[Any, None]:
         """Yields a stub of the health service, over a connection of its own."""
         async with self.channel() as channel:
-            # The published types do not know the methods of the stub.
+            # The published type stubs do not have the methods of the gRPC stub.
             yield health_pb2_grpc.HealthStub(channel)
 
     @contextlib.asynccontextmanager
@@ -196,14 +197,14 @@ async def test_a_host_that_opens_connections_without_end_takes_none_from_others(
             with contextlib.suppress(OSError):
                 floods.append(socket.create_connection((host, int(port)), PATIENCE_S, source_address=(ATTACKER, 0)))
                 stack.enter_context(floods[-1])
-        # gRPC never accepts more connections than its own bound.
+        # gRPC never accepts more connections than `accepted_max`, its own bound.
         assert entrance.connections() <= accepted_max(CONNECTIONS_MAX)
         await until_async(
             lambda: sum(not is_closed(one) for one in floods) <= CONNECTIONS_MAX - len(before),
             "the connections that are too many are closed",
         )
         assert not any(peer.closed for peer in before)
-        # A new caller finds room, and callers that were there before go on.
+        # The router has room for a new caller, and earlier callers can continue.
         async with entrance.health() as another:
             await check(another)
         await check(health)
@@ -212,7 +213,8 @@ async def test_a_host_that_opens_connections_without_end_takes_none_from_others(
 
 
 async def test_connections_that_say_nothing_or_not_enough_are_closed(entrances: dict[str, Entrance]) -> None:
-    # Each of these connections lasts as long as a router allows, up to 40 s. So all are tried at the same time.
+    # Each of these connections lasts as long as a router allows, up to 40 s. So the test tries all of them at the same
+    # time.
     async with contextlib.AsyncExitStack() as stack:
         addresses = {kind: await stack.enter_async_context(one.for_peers()) for kind, one in entrances.items()}
         group = await stack.enter_async_context(asyncio.TaskGroup())
@@ -257,7 +259,7 @@ async def test_streams_of_strangers_leave_room_for_others(entrance: Entrance) ->
         for _ in range(1_500):
             await peer.call(WATCH, b"")
 
-        # At most 250 streams stay, half of the 500 that all strangers share. gRPC resets the calls above
+        # At most 250 streams stay: half of the 500 that all callers without proof share. gRPC resets the calls above
         # `calls_per_connection`.
         await peer.until(lambda seen: seen.statuses.total() + seen.resets.total() >= 1_250, within_s=PATIENCE_S)
         assert peer.seen.statuses.keys() == {RESOURCE_EXHAUSTED}
@@ -274,7 +276,7 @@ async def test_a_watch_that_is_not_read_holds_up_no_other_watch(entrance: Entran
             watch = health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
             answer = await watch.read()
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-            # The answer did not wait for the end of the peer's connection, which comes after 30 s.
+            # The peer's connection ends after 30 s. The answer to the other caller did not wait for that.
             await peer.heard()
             assert not peer.closed
 
@@ -303,15 +305,15 @@ async def test_large_calls_of_strangers_take_no_memory_of_others(entrance: Entra
 async def test_headers_beyond_the_bound_stay_within_the_memory_of_the_router(
     entrance: Entrance, field_bytes: tuple[int, ...], acknowledges: bool
 ) -> None:
-    # If a peer does not read, it does not acknowledge the bound: gRPC then takes in headers of up to 16 MiB.
+    # A peer that does not read does not acknowledge the bound of headers. Then gRPC accepts headers of up to 16 MiB.
     async with entrance.for_peers() as address:
         attack = send_large_headers(
             address, ENQUEUE, field_bytes=field_bytes, calls=2_000, connections=10, seconds=5.0, reads=acknowledges
         )
         peak, seen = await peak_mib(entrance, attack)
     assert peak < MEMORY_MIB
-    # The router closes the connection at the first such call that it sees. gRPC refuses the calls after the
-    # acknowledgement. A peer that has sent all its calls may leave before it sees that.
+    # The router closes the connection at the first call with such headers that it sees. After the acknowledgement, gRPC
+    # itself refuses these calls. A peer that has sent all its calls may leave before it sees the refusals or the close.
     assert any(one.closed_after_s is not None or one.statuses[RESOURCE_EXHAUSTED] for one in seen)
     await asyncio.to_thread(
         until, lambda: entrance.resident_mib() < MEMORY_MIB // 2, "the memory is given back", within_s=PATIENCE_S
@@ -324,7 +326,7 @@ async def test_calls_that_are_reset_at_once_cost_little_memory(entrance: Entranc
         attack = reset_rapidly(address, ENQUEUE, count=10_000, connections=2, seconds=PATIENCE_S)
         peak, seen = await peak_mib(entrance, attack)
     # Either gRPC refuses the calls above the limit of a connection, or the router closes the connection. How many calls
-    # are above the limit depends on how fast the router takes them.
+    # are above the limit depends on how fast the router handles the calls.
     assert all(one.closed_after_s is not None or one.resets.total() > 0 for one in seen)
     assert peak < before + GROWTH_MIB
 

@@ -1,4 +1,4 @@
-"""A short run of the chaos suite on a small cluster: its parts work together, and the invariants hold."""
+"""A short run of the chaos suite on a small cluster: the parts of the suite work together, and the invariants hold."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ FAULTS = (
     *("drain-shard", "change-weight", "pin-org"),
 )
 
-# So many that some of them fire within the run.
+# This many schedules, so that some of them fire within the run.
 STEADY = 500
 
 
 @pytest.mark.timeout(240)
 async def test_a_short_run_under_faults_keeps_every_invariant(tmp_path: Path) -> None:
     said: list[str] = []
-    # Faults of this seed: a killed router and balancer, a drained shard, a pinned org and a restarted router.
+    # The faults that this seed chooses: a killed router and balancer, a drained shard, a pinned org and a restarted
+    # router.
     order = Order(seed=240, seconds=6.0, out=tmp_path, faults=FAULTS, cast=SMALL, steady_schedules=STEADY)
     try:
         told = await run(order, disk=None, say=said.append)

@@ -137,8 +137,8 @@ async def test_a_handover_cut_around_its_commit_is_told_once_and_a_release_makes
             assert await store.settle(Settlement.ack(ORG, leases)) == [Answer.OK] * 2
             leased += jobs.ids
         else:
-            # The answer was lost, so the router was told that nothing was leased. It now releases the leases to make
-            # that true.
+            # The answer was lost, so the router got the report that nothing was leased. It now releases the leases, so
+            # that the report becomes true.
             assert await store.settle(Settlement.release(ORG, leases)) == [Answer.OK] * 2
             lost += jobs.ids
     # After a cut right after sending, the server may have received the statement or not.
@@ -204,7 +204,7 @@ async def test_what_a_consumer_says_is_ok_again_after_a_cut(
     records = await Store(fresh_database).get(ORG, [JobId(name) for name in jobs], include_payload=True)
     assert Counter(record.state for record in records) == {state: len(jobs)}
     for record in records:
-        # An attempt ended once, however often the call was repeated.
+        # Each attempt ended only once, however often the call was repeated.
         ended = [(attempt.outcome, attempt.failure) for attempt in record.attempts()]
         assert ended == ENDED[verb]
         assert record.result == (b"done" if verb == "ack" else None)
@@ -405,7 +405,8 @@ async def test_a_release_whose_answer_is_lost_wakes_a_consumer_before_any_sweep(
     fresh_dsn: str, proxy: Proxy, fresh_database: Database, tmp_path: Path, consumers_router: str
 ) -> None:
     async def sessions(name: str, query: str) -> int:
-        """Returns how many sessions of the routers have just ended such a query."""
+        """Returns how many sessions of the routers with this `application_name` are idle after a query that matches
+        `query`."""
         ((count,),) = await fresh_database.run(
             b"SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
             b"AND state = 'idle' AND application_name = %(name)s AND query ~ %(query)s",
@@ -428,7 +429,8 @@ async def test_a_release_whose_answer_is_lost_wakes_a_consumer_before_any_sweep(
         await until(lambda: sessions("windrow doorbell", "^LISTEN"), lambda count: count == 2)
         consumer = near if consumers_router == "the same router" else far
         waiting = asyncio.create_task(consumer.dequeue(ORG, QUEUE, wait_s=PATIENCE_S))
-        # The router has claimed for the consumer, and has found out that no job will be due: nothing else wakes it.
+        # The router has claimed for the consumer, and knows that no job will become due. So only the release below can
+        # wake the consumer before its wait ends.
         await until(lambda: sessions("windrow", "first.visible_at"), bool)
         cut = proxy.cut_at(job.replace("-", "").encode(), Moment.ANSWERED)
         released = await near.queue.Release(queue_pb2.ReleaseRequest(org=ORG, leases=[leased.lease]))
@@ -484,7 +486,7 @@ async def until_reached(database: Database) -> None:
 
 
 async def test_tries_to_connect_do_not_get_rarer(fresh_dsn: str, proxy: Proxy) -> None:
-    # This is like a pooler that has lost its server: a client can connect, and its first statement fails.
+    # The proxy acts like a pooler that has lost its server: a client can connect, but its first statement fails.
     database = Database(SHARD, through(fresh_dsn, proxy), connections=1)
     cut = proxy.cut_at(b"set_config", Moment.UNSENT)
     await database.open()
@@ -593,7 +595,7 @@ async def test_calls_cut_on_the_way_back_to_the_client_are_answered_the_same_aga
     assert (await books_of(fresh_database)).accepted == TRIALS
 
 
-# ── Anywhere ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Cuts at any place ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.thorough
@@ -628,7 +630,7 @@ async def test_cuts_anywhere_lose_and_double_nothing(
                 fates: dict[int, list[job_pb2.LeasedJob]] = {0: [], 1: [], 2: []}
                 for job in answer.jobs:
                     fate = 0 if over.is_set() or luck.random() < 0.7 else luck.randint(1, 3)
-                    # The fourth fate: the consumer forgets the lease, which then expires.
+                    # Fate 3: the consumer forgets the lease, which then expires.
                     fates.get(fate, []).append(job)
                 if fates[0]:
                     acks = [queue_pb2.Ack(lease=job.lease) for job in fates[0]]

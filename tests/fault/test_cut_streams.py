@@ -47,13 +47,13 @@ async def routers_beside(config: Path, *, processes: int = 1) -> AsyncGenerator[
 
 
 def _is_cut(error: grpc.aio.AioRpcError) -> bool:
-    # gRPC reports a write to a broken connection this way; no router is involved.
+    # The client's gRPC reports a write to a broken connection in this way. The error does not come from a router.
     return error.code() in _AWAY or error.details() == "Internal error from Core"
 
 
 @dataclass(kw_only=True)
 class Load:
-    """Producers, and consumers on streams, with the answers that each of them got."""
+    """Producers, and consumers on streams. Records the answers that each of them got."""
 
     luck: random.Random
     stored: set[str] = field(default_factory=set[str])

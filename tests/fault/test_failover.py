@@ -151,7 +151,7 @@ async def test_what_an_interrupted_commit_did_is_acknowledged_once_the_standby_h
 async def test_a_primary_that_still_runs_is_left_when_another_server_has_replaced_it(
     pair: Shard, database: Database
 ) -> None:
-    """The old primary takes writes, and acknowledges none of them. It stands first in the DSN."""
+    """The old primary accepts writes, but acknowledges none of them. It is the first host in the DSN."""
     through_both = Database(SHARD, pair.nodes_dsn, connections=2)
     await through_both.open()
     store, standby, jobs = Store(through_both), pair.standby, some_jobs(ORG)

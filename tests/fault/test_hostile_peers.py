@@ -31,7 +31,8 @@ from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 MIB = 1024 * 1024
 MEMORY_MIB = 512
-# The duration of one attack. The attack ends sooner if the router closes the connections or has done what was asked.
+# The duration of one attack. The attack ends sooner if the router closes the connections or has done what the attack
+# waits for.
 ATTACK_S = 8.0
 # The pause of the quiet org between two rounds.
 PAUSE_S = 0.03
@@ -136,7 +137,7 @@ async def test_answers_that_are_never_read_stay_within_the_memory_of_the_router(
         request.SerializeToString(),
         calls=900,
         seconds=PATIENCE_S,
-        # By then each call was refused, or its answer waits to be read.
+        # At the end of the attack each call was refused, or its answer waits to be read.
         enough=lambda seen: seen.statuses.total() + len(seen.answering) >= 900,
     )
     peak, (seen,) = await peak_mib(routers, attack)
@@ -179,7 +180,7 @@ async def test_streams_that_wait_for_many_queues_take_more_places(routers: Route
         connections=2,
         seconds=PATIENCE_S,
         ends=False,
-        # By then each call of a connection was refused, or has become a stream.
+        # At the end of the attack each call of a connection was refused, or has become a stream.
         enough=lambda seen: seen.statuses.total() + len(seen.answering) >= 600,
     )
     _, seen = await peak_mib(routers, attack)
@@ -209,7 +210,7 @@ async def test_streams_keep_nothing_of_messages_that_are_done_with(routers: Rout
     until(lambda: resident_mib(routers) < before + 64, "the memory is given back")
 
 
-# Field 2 with length 0, repeated. A field mask with as many empty paths.
+# EMPTY_ITEMS: field 2 with length 0, again and again. EMPTY_PATHS: a field mask with the same number of empty paths.
 EMPTY_ITEMS = b"\x0a\x04many" + b"\x12\x00" * (15 * MIB // 2)
 EMPTY_PATHS = b"\x22" + bytes((0x80, 0x80, 0x80 | 15 << 6 & 0x7F, 15 >> 1)) + b"\x0a\x00" * (15 * MIB // 2)
 

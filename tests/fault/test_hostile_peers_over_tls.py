@@ -49,7 +49,7 @@ async def test_unfinished_requests_over_tls_stay_within_the_memory_of_the_router
                 try_timeout=PATIENCE_S,
             ) as quiet,
         ):
-            # This org has sent much more than the attackers may hold, and the router is done with all of it.
+            # This org has sent much more than the attackers may hold, and the router has handled all of it.
             for _ in range(100):
                 await quiet.enqueue("large", "greet", bytes(MIB // 2))
             before = resident_mib(routers)
@@ -69,7 +69,7 @@ async def test_unfinished_requests_over_tls_stay_within_the_memory_of_the_router
             assert peak < MEMORY_MIB
             assert any(one.closed_after_s is not None for one in seen)
             assert rounds > 0
-            # The call that waited all the time goes on, so its connection was not closed.
+            # The call that waited all the time still runs, so its connection was not closed.
             assert not waiting.done() or waiting.exception() is None
             waiting.cancel()
             await asyncio.wait({waiting})

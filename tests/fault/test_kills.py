@@ -41,7 +41,7 @@ ORGS_A_SHARD = 2
 BATCH, PAUSE_S = 20, 0.1
 # How many more jobs each org has after a kill.
 AFTER = 10 * BATCH
-# How many jobs race for how many names, and how many tasks send them.
+# How many jobs compete for how many names, and how many tasks send the jobs.
 RACING, NAMES, RACERS = trials(1500, thorough=10_000), 100, 16
 _numbers = itertools.count(1)
 _T = TypeVar("_T")
@@ -59,7 +59,7 @@ async def cluster() -> AsyncIterator[LocalCluster]:
 
 @dataclass(slots=True, kw_only=True)
 class Load:
-    """Producers in this process and consumers in processes of their own, with the answers that each of them got."""
+    """Producers in this process, and consumers in processes of their own. Records the answers that each of them got."""
 
     cluster: LocalCluster
     folder: Path
@@ -259,7 +259,8 @@ async def test_a_kill_loses_nothing_and_doubles_nothing(
     said = load.said()
     leases = Counter((line["leased"], line["attempt"]) for line in said if "leased" in line)
     assert [lease for lease, times in leases.items() if times > 1] == []
-    # An acknowledged ack is final, so no job has two. A job has none if its consumer died before it got the answer.
+    # An acknowledged ack is final, so no job has two acknowledged acks. A job has none if its consumer died before it
+    # got the answer.
     acks = Counter(line["acked"] for line in said if line.get("answer") == job_pb2.JOB_ANSWER_OK)
     assert [job for job, times in acks.items() if times > 1] == []
     unheard = count - len(acks)
@@ -352,8 +353,8 @@ async def orgs_on_every_shard(admin: admin_pb2_grpc.AdminAsyncStub) -> list[str]
 
 
 async def until_idle(admin: admin_pb2_grpc.AdminAsyncStub, orgs: list[str]) -> None:
-    """Waits until no job of these orgs is waiting or leased. By then the leases of dead consumers have ended, and their
-    jobs have been taken again."""
+    """Waits until no job of these orgs is waiting or leased. When this function returns, the leases of dead consumers
+    have ended, and other consumers have run their jobs."""
     async with asyncio.timeout(60):
         for org in orgs:
             while True:

@@ -39,8 +39,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)
 
 # The first shard has the catalog.
 S1, S2, S3 = SHARDS = ("s1", "s2", "s3")
-# Which processes may be killed, and which shards the org moves to meanwhile. The shard of the catalog is killed in
-# three roles: as a bystander, as the source, and as the target.
+# For each process that may be killed, the shards between which the org moves meanwhile. The shard of the catalog is
+# killed in three roles: as a bystander, as the source, and as the target.
 VICTIMS = {
     "balancer": (S2, S3, S2),
     "source": (S2, S3, S2),
@@ -85,7 +85,7 @@ class Cluster:
         await until(wished, "the catalog is there")
 
     def have_it_looked(self) -> None:
-        """Makes the balancer look for work now: changes its cluster file and signals that."""
+        """Makes the balancer look for work now: changes its cluster file, and signals the change."""
         with self.config.open("a") as file:
             file.write("# changed\n")
         self.balancer.process.send_signal(signal.SIGHUP)
@@ -185,8 +185,8 @@ class Journey:
             else:
                 await self.kill(victim)
                 if victim == "balancer":
-                    # Without this the server would execute the statement of a process that is dead. With this, the
-                    # statement seems never to have arrived.
+                    # Make the statement fail: otherwise the server would execute the statement of a dead process. Now
+                    # it looks as if the statement never arrived.
                     await gate.refuse()
                 elif self.places.get(victim) != at.name:
                     await gate.open()
@@ -237,8 +237,8 @@ def assert_all_is_well(cluster: Cluster, work: Work) -> None:
 
 
 def kills() -> Iterator[tuple[str, str]]:
-    """Yields which process is killed at which step. A thorough run kills each process at each step. Another run kills
-    the balancer at each step, and each other process once. It kills a database at a step that this database
+    """Yields which process is killed at which step. A thorough run kills each process at each step. Any other run kills
+    the balancer at each step, and each other process once; a database is killed at a step that this database
     executes."""
     others = {"close": "routers", "switch": "catalog", "depart": "source", "take": "target"}
     for step in STEPS:

@@ -1,6 +1,6 @@
-"""Malformed HTTP/2, gRPC and protobuf, drawn at random, on the port of a router. The same process goes on serving, does
-not grow, and writes no traceback. `./run bench hostile --attacks malformed` does this for longer, and measures the
-calls of others."""
+"""Malformed HTTP/2, gRPC and protobuf, chosen at random, on the port of a router. The router process continues to
+serve, does not grow, and writes no traceback. `./run bench hostile --attacks malformed` does this for longer, and
+measures the calls of others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Served:
     routers: Routers
     # The authority that signed the router's certificate; None: the router speaks no TLS.
     ca: Path | None
-    # A key of a caller; None: the router does not ask who calls.
+    # A key of a caller; None: the router does not ask callers who they are.
     key: str | None
 
 

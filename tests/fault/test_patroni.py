@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)
 # The first shard has the catalog, and only one server.
 PLAIN, WATCHED = "s1", "s2"
 FAILOVERS = int(os.environ.get("WINDROW_FAILOVERS", trials(1, thorough=20)))
-# How long a call waits that a client makes to find out whether it is served.
+# The timeout of a call by which a client finds out whether the shard serves it.
 _LOOK_S = 1.0
 _numbers = itertools.count(1)
 
@@ -84,8 +84,8 @@ class Cluster:
 
     @contextlib.asynccontextmanager
     async def working(self, folder: Path) -> AsyncGenerator[Work, None]:
-        """Runs load on both shards during the block. Checks afterwards that every member runs, nothing is lost, and no
-        call for the other shard has failed."""
+        """Runs load on both shards during the block. Afterwards checks that every member runs, that nothing is lost,
+        and that no call for the other shard has failed."""
         resting = await asyncio.to_thread(self.org_on, PLAIN)
         org = await asyncio.to_thread(self.org_on, WATCHED)
         async with working([self.routers.address], org=org, bystanders={PLAIN: resting}, folder=folder) as work:
@@ -105,7 +105,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     async with contextlib.AsyncExitStack() as stack:
         try:
             plain = (await stack.enter_async_context(open_shards(1, replicated=False, roots={})))[PLAIN]
-            # Not in another thread, because the programs end with the thread that starts them.
+            # Start the programs in this thread, because they end when the thread that started them ends.
             watched = stack.enter_context(patroni_shard(WATCHED))
         except BinariesNotFound as error:
             pytest.skip(str(error))
@@ -115,7 +115,8 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 
 
 async def replaced(shard: PatroniShard, old: Member) -> None:
-    # The pause is long, because each look costs Patroni some milliseconds of CPU. The same holds for the looks below.
+    # The pause between two looks is long, because each look costs Patroni some milliseconds of CPU. The pauses below
+    # are long for the same reason.
     await until(lambda: asyncio.to_thread(shard.has_leader, other_than=old), "another one leads", every_s=0.2)
 
 
@@ -166,7 +167,7 @@ def describe_the_other_shard(work: Work, away: Sequence[tuple[float, float]]) ->
 
 
 async def test_a_primary_whose_patroni_was_killed_is_left_once_it_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
-    """The old Postgres goes on without its Patroni. No standby follows it, so it takes writes but acknowledges none
+    """The old Postgres continues without its Patroni. No standby follows it, so it accepts writes but acknowledges none
     until its Patroni is started again."""
     probe = await asyncio.to_thread(cluster.org_on, WATCHED)
     async with cluster.working(tmp_path):
@@ -202,7 +203,7 @@ async def test_without_etcd_a_shard_is_served_while_its_members_reach_each_other
         began_s = time.monotonic()
         cluster.watched.etcd.kill()
         await until(lambda: asyncio.to_thread(leader.is_in_failsafe_mode), "the leader asks the others", every_s=0.2)
-        # Only time tells that the leadership has expired in etcd: nothing that could be awaited says so.
+        # Sleep until the leadership has expired in etcd, because there is no event for this that the test could await.
         await asyncio.sleep(max(0.0, began_s + QUICK["ttl"] - time.monotonic()))
         await asyncio.to_thread(cluster.enqueue, probe, timeout_s=PATIENCE_S)
         for other in others:

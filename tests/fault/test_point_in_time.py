@@ -1,6 +1,6 @@
 """One shard is recovered to a point in time with the commands of docs/operations.md: a base backup and archived WAL.
-Since that point there were jobs, moves and runs of schedules. Every difference is listed, and no two owners run a
-job."""
+Jobs, moves and runs of schedules have happened since that point. Every difference is listed, and no job is run by two
+owners."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class Clients:
         return self.ack(org, self.lease(org, number))
 
     def drain(self, org: str, queue: str = WORK, *, at_least: int = 0) -> list[job_pb2.LeasedJob]:
-        """Runs all jobs that are ready, and waits until this many jobs have run. Only a router's sweep finds a job that
-        is due before jobs that the router has seen."""
+        """Runs all jobs that are ready, and waits until at least `at_least` jobs have run. The wait is needed because
+        only a router's sweep finds a job that was due earlier than jobs that the router has seen."""
         ran: list[job_pb2.LeasedJob] = []
         while jobs := self.lease(org, 100, queue=queue, wait_s=20 if len(ran) < at_least else 0):
             self.ack(org, jobs)
@@ -264,7 +264,8 @@ def test_a_shard_goes_back_in_time_and_every_difference_is_listed_and_no_job_has
         print(shown := place.windrow("shards", "differences", "s2").out)
         words = [line.split() for line in shown.splitlines()]
 
-        # The list says what becomes of each job, which org has come, and what callers may have changed since.
+        # The list says what becomes of each job, which org has come to the shard, and what callers may have changed
+        # since the point.
         live = {org: before[org] - acked[org] for org in before}
         by_fate = defaultdict[tuple[str, str, str | None], set[str]](set)
         for job in found["job"]:
@@ -310,7 +311,7 @@ def test_a_shard_goes_back_in_time_and_every_difference_is_listed_and_no_job_has
         place.do(reset)
         assert "recovery_target" not in (place.s2.place.folder / "backup.new/postgresql.auto.conf").read_text()
 
-        # All jobs that are left run, and none runs a second time.
+        # All remaining jobs run, and no job runs a second time.
         ticks = {job["id"] for job in found["job"] if job["queue"] == TICKS}
         for tick in clients.tick():
             assert tick.id in ticks or tick.scheduled_run.at.ToMicroseconds() not in skipped
@@ -318,7 +319,7 @@ def test_a_shard_goes_back_in_time_and_every_difference_is_listed_and_no_job_has
         assert {job.id for job in clients.drain(STAYS, at_least=len(left))} == left
         clients.drain(LEAVES)
         assert not clients.drain(COMES)
-        # A workflow goes on from where it was, on one shard only.
+        # A workflow continues where it was, on one shard only.
         assert [job.id for job in clients.drain(STAYS, FLOW, at_least=1)] == clients.flows[STAYS]
         assert clients.drain(LEAVES, FLOW) == []
         ran: dict[str, Counter[str]] = {org: Counter(ids) for org, ids in clients.acked.items()}

@@ -1,4 +1,5 @@
-"""A kind of job that kills its workers, among kinds that do not: it is quarantined, and the pool goes on."""
+"""A kind of job that kills its workers, among kinds that do not: it is quarantined, and the workers of the pool
+continue with the other kinds."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ async def test_a_kind_that_kills_its_workers_is_quarantined_and_the_pool_goes_on
             assert quarantine.crashes >= AFTER
 
             async def more() -> None:
-                """Enqueues more jobs of all kinds, and waits until those of the other kinds are done."""
+                """Enqueues more jobs of all kinds, and waits until the jobs of the other kinds are done."""
                 poisoned.extend([(await client.enqueue(QUEUE, POISON, b"")).id for _ in range(POISONED)])
                 ids = [(await client.enqueue(QUEUE, kind, b"")).id for kind in INNOCENT for _ in range(INNOCENTS)]
                 await until(lambda: all_done(ids), "the pool runs on")
@@ -105,7 +106,7 @@ async def test_a_kind_that_kills_its_workers_is_quarantined_and_the_pool_goes_on
             assert {job.state for job in after.values()} == {windrow.JobState.READY}
             why = await client.explain_job(poisoned[-1])
             assert why.causes[0].name == "quarantine"
-        # Workers that survive such jobs are deployed.
+        # Deploy workers that survive these jobs.
         async with workers.running(cluster.address, ORG, "mended"):
             assert await client.release_kind(QUEUE, POISON)
             await until(lambda: all_done(poisoned), "the released jobs are done")

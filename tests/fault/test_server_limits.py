@@ -22,9 +22,11 @@ from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
 QUEUE = "q"
 _numbers = itertools.count(1)
-# Postgres cannot compare ids that are this far from each other. It stops three million ids before that.
+# Postgres cannot compare transaction ids that are this far apart. Before that, when three million ids remain, it stops
+# giving out ids.
 _IDS, _STOP = 2**31, 3_000_000
-# How many transactions have their states in one file of pg_xact, and the bytes of that file: two bits for each.
+# How many transactions have their status in one file of pg_xact, and how many bytes this file has: two bits for each
+# transaction.
 _IDS_OF_FILE, _BYTES_OF_FILE = 2**20, 2**18
 
 
@@ -36,7 +38,7 @@ def shut_down(server: Cluster) -> None:
 
 
 def use_up_transaction_ids(server: Cluster) -> None:
-    """Makes the next transaction id one of the last. The server must not run."""
+    """Sets the next transaction id to one of the last ids that Postgres gives out. The server must not run."""
     last = (_IDS - _STOP // 2) // _IDS_OF_FILE * _IDS_OF_FILE
     data = server.folder / "data"
     states = data / "pg_xact" / f"{last // _IDS_OF_FILE:04X}"

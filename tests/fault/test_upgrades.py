@@ -1,9 +1,10 @@
-"""Routers are replaced one after another by those of the next release, and then by those of the release before, under
-load. The first release has made the schema. The next one migrates it while routers of both releases serve.
+"""Under load, routers of one release are replaced one after another by routers of the next release, and then by routers
+of the first release again. The first release has made the schema. The next release migrates it while routers of both
+releases serve.
 
 There are two pairs of releases. The first pair is an earlier commit of this repository, and this checkout. So its
-migrations are real. The second is this checkout and a copy of it that has one more migration, which adds a column to
-every table.
+migrations are real. The second pair is this checkout and a copy of it. The copy has one more migration, which adds a
+column to every table.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from tests.routers import CHECKOUT, PATIENCE_S, first_line, reserved_address, st
 from windrow.v1 import job_pb2, queue_pb2
 
 PER_SECOND = trials(200, thorough=2000)
-# Nothing is replaced until the load of this many seconds is stored. The replacements are compared with this time.
+# No router is replaced until the load of this many seconds is stored. What clients see during the replacements is
+# compared with this calm time.
 CALM_S = trials(2, thorough=30)
 # How many seconds of load are stored between two replacements.
 BETWEEN_S = trials(0, thorough=10)
@@ -46,9 +48,10 @@ _PARTS = ("router", "shard", "clients/python/windrow")
 _MIGRATIONS = "shard/postgres/migrations"
 _numbers = itertools.count(1)
 
-# A migration as a release usually has it.
+# A migration like those that a release usually has.
 _ONE_COLUMN = b"ALTER TABLE windrow.job ADD COLUMN of_the_next_release integer"
-# A migration that breaks statements without column names, and plans that are kept. It locks all tables until it ends.
+# A migration that breaks statements without column names, and breaks plans that Postgres keeps. It locks all tables
+# until it ends.
 _ALL_TABLES = b"""DO $$
 DECLARE
     wide regclass;
@@ -63,7 +66,7 @@ BEGIN
 END
 $$;
 """
-# The first migration only runs to be measured: whatever it breaks, the second one breaks too.
+# The first migration runs only in order to be measured: whatever it breaks, the second migration breaks too.
 _ADDED = ({"a column": _ONE_COLUMN} if THOROUGH else {}) | {"a column in every table": _ALL_TABLES}
 
 
@@ -138,7 +141,7 @@ def _git(*arguments: str) -> bytes:
 
 
 def _copied(checkout: Path, folder: Path) -> Path:
-    """Copies the parts with their compiled modules: to compile them again would take seconds."""
+    """Copies the folders `_PARTS` with their compiled modules, because to compile these again would take seconds."""
     for part in _PARTS:
         shutil.copytree(checkout / part, folder / part)
     return folder
@@ -277,8 +280,8 @@ def roll_there_and_back(old: Release, new: Release, postgres: Server, folder: Pa
     assert (load.returncode, seen.failed) == (0, []), errors.read_text()
     assert len(seen.stored) > PER_SECOND * CALM_S
     assert seen.stored.keys() - seen.ran.keys() == set(), "jobs that were lost"
-    # A job runs again only if its lease has ended. The number of its attempt then rises. A handler may begin long after
-    # its lease on a busy machine, so only the shard's times count.
+    # A job runs again only if its lease has ended. The number of its attempt then rises. On a busy machine a handler
+    # may begin long after its lease, so the test uses only the shard's times.
     assert len(ran_again) == len(again)
     for job in ran_again:
         numbers = [attempt for _, attempt in seen.ran[job.id]]

@@ -3,9 +3,8 @@
     python tests/fault/upgrade_load.py ORG LOG PER_SECOND ADDRESS...
 
 The log has one JSON object per line: {"stored": id, "at": s, "took": s}, {"failed": error, "at": s} or {"ran": id,
-"attempt": n, "at": s}. `at` is CLOCK_MONOTONIC, which all processes of a machine share. `took` counts from the moment
-when the call was due, and includes all tries. After SIGUSR1 no more jobs are enqueued. The process ends when all jobs
-have run.
+"attempt": n, "at": s}. `at` is CLOCK_MONOTONIC, which all processes of a machine share. `took` is the time since the
+call was due, including all tries. After SIGUSR1 no more jobs are enqueued. The process ends when all jobs have run.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The load while slots move: producers and streams of an org that moves, and orgs at rest. Everything is recorded in
-the format of proof/history.py, so that proof/checker can judge it."""
+"""The load while slots move: producers and streams of an org that moves, and calls of orgs that do not move. Everything
+is recorded in the format of proof/history.py, so that proof/checker can judge it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ _HELD_S = 60.0
 
 @dataclass(kw_only=True)
 class Work:
-    """The load of `org`, which moves, and of `bystanders`, one org at rest on each shard. Each of `clients` uses its
-    own set of routers, and so does each of `stubs`, which never retry. `folder` has only the histories of this work."""
+    """The load of `org`, which moves, and of `bystanders`, which are, for each shard, one org that does not move. Each
+    of `clients` uses its own set of routers, and so does each of `stubs`, which never retry. `folder` has only the
+    histories of this work."""
 
     org: str
     bystanders: Mapping[str, str]
@@ -51,9 +52,10 @@ class Work:
     stubs: Sequence[queue_pb2_grpc.QueueAsyncStub]
     recorder: Recorder
     orders: Orders = field(default_factory=Orders)
-    # Jobs that are due long after the test, so that there is always something to move.
+    # Jobs that become due long after the test, so that there are always jobs to move.
     scheduled: list[str] = field(default_factory=list[str])
-    # Jobs that were not found after their enqueue had been acknowledged, and lookups that failed.
+    # `missing`: jobs that were not found although their enqueue had been acknowledged. `lookups_failed`: errors of
+    # lookups.
     missing: set[str] = field(default_factory=set[str])
     lookups_failed: list[str] = field(default_factory=list[str])
     _keys: Iterator[str] = field(
@@ -164,7 +166,8 @@ class Work:
         return [self.org, *self.bystanders.values()]
 
     def _consumers(self) -> list[Consumer]:
-        """Returns a consumer of the org that moves for each set of routers, and one consumer for each org at rest."""
+        """Returns one consumer of the org that moves for each set of routers, and one consumer for each org that does
+        not move."""
         site = Site(
             address="",
             folder=str(self.folder),

@@ -34,7 +34,7 @@ async def recorder(module_dsn: str) -> AsyncGenerator[Recorder, None]:
 
 @pytest.fixture
 async def flows(database: Database, store: Store, org: OrgId) -> AsyncGenerator[Flows, None]:
-    """The workflows of the org. After the test, nothing may be wrong with them."""
+    """The workflows of the org. After the test, their check must find nothing wrong."""
     opened = Flows(database, org, store=store)
     yield opened
     await opened.check()
@@ -42,8 +42,8 @@ async def flows(database: Database, store: Store, org: OrgId) -> AsyncGenerator[
 
 @pytest.fixture
 async def two(module_dsn: str, org: OrgId) -> AsyncGenerator[list[Flows], None]:
-    """The same org, as two routers know it."""
-    # The lock wait is long, so that no call is refused because another one is slow.
+    """The workflows of the same org, as two routers see them."""
+    # The lock wait is long, so that no call is refused because another call is slow.
     databases = [Database(SHARD, module_dsn, connections=4, short_lock_wait_s=30.0) for _ in range(2)]
     for database in databases:
         await database.open()

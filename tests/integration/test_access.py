@@ -1,4 +1,4 @@
-"""Who may call what, over gRPC: every method of the contract, and every way to be refused (tests/access.py). A call
+"""Who may call what, over gRPC: every method of the contract, and every reason for a refusal (tests/access.py). A call
 that is refused changes no row."""
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def test_the_health_of_a_router_is_told_to_anybody_and_its_methods_are_not(
     assert "windrow.v1.Queue" in {one.name for one in listed.list_services_response.service}
 
 
-# Calls of another org. They name its own org, and ids, leases, keys and page tokens of `owned`.
+# Calls of another org. They name that org itself, but ids, leases, keys and page tokens of `owned`.
 NAMING: dict[str, Callable[[Target], Message]] = {
     **{
         name: REQUESTS[f"windrow.v1.{name}"]
@@ -168,7 +168,7 @@ def test_what_is_another_orgs_is_answered_as_what_does_not_exist(
     answer = told(owned.told_to(org))
     after = secured.rows()
     assert {table: rows for table, rows in after.items() if before[table] != rows} == {}
-    # A page token only says where a page begins, so that of another org changes nothing.
+    # A page token only says where a page begins, so a page token of another org makes no difference.
     nobodys = Target(
         org=org,
         lease=owned.lease[:-16] + secrets.token_bytes(16),
@@ -188,7 +188,8 @@ def test_a_key_with_the_one_scope_that_a_method_needs_may_call_it(
 ) -> None:
     scope = scope_of(name)
     if scope in (None, Scope.READ, Scope.CLUSTER):
-        # Such a method changes nothing of this org, so all of them share it. To make an org's things takes 25 calls.
+        # A method with one of these scopes changes nothing of the org `owned`, so all these methods share this org: to
+        # make an org's things takes 25 calls.
         target = owned
     else:
         org = f"may-{name}"
@@ -258,7 +259,7 @@ def test_only_a_key_for_all_orgs_with_the_scopes_read_and_cluster_may_scale_by_a
     del metadata["org"]
     for all_orgs in ("true", None):
         if all_orgs is None:
-            # A request that forgets the org is not answered about all orgs.
+            # If a request names no org, the router does not answer for all orgs.
             del metadata["allOrgs"]
         else:
             metadata["allOrgs"] = all_orgs

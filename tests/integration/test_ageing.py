@@ -28,7 +28,7 @@ AGEING_S = 100
 
 
 async def wait(database: Database, org: OrgId, seconds: int) -> None:
-    """Makes the org's visible jobs older: they became visible this many seconds earlier."""
+    """Makes the org's visible jobs older: moves the time at which they became visible this many seconds back."""
     await database.run(
         b"""
         UPDATE windrow.job j
@@ -66,7 +66,7 @@ async def test_a_job_is_moved_after_as_many_times_the_ageing_as_its_priority_is_
         found = await priorities(database, org)
         assert [found[JobId(of[p].ids[0])] for p in PRIORITIES] == [1 if p - 1 <= waited else p for p in PRIORITIES]
         await wait(database, org, AGEING_S)
-    # A moved job comes behind the jobs that already had the priority. Moved jobs come in the order in which they were
+    # A moved job comes after the jobs that already had priority 1. Moved jobs come in the order in which they were
     # moved.
     assert [job.id for job, _ in await lease_jobs(store, org)] == [of[p].ids[0] for p in PRIORITIES]
 

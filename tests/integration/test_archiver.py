@@ -288,7 +288,7 @@ async def test_where_a_shards_clock_differs_from_the_archivers_by_more_than_an_h
     out, _ = await done.communicate()
     assert done.returncode == 5
     assert "nothing is deleted by its clock" in json.loads(out.splitlines()[0])["error"]
-    # Half an hour is no reason to stop.
+    # A clock that is half an hour ahead is no reason to stop.
     clock.set(timedelta(minutes=30))
     passed = (await once(field))[A]
     assert isinstance(passed, Pass)

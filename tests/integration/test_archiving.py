@@ -103,7 +103,7 @@ async def test_a_day_that_is_over_turns_cold_where_it_lies_and_its_jobs_are_foun
     (counts,) = await fresh_books.stats(org, QUEUE, include_finished=True)
     assert counts.succeeded == 3
     assert await store.cancel(org, ids, reason="") == [Answer.STALE] * 3
-    # An ack whose answer was lost may be repeated even this late.
+    # An ack whose answer was lost may be repeated even at this time.
     late = [lease._replace(job_hex=name.replace("-", "")) for lease, name in zip(sorted(leases), ids, strict=True)]
     assert await store.settle(Settlement.ack(org, late)) == [Answer.OK] * 3
 

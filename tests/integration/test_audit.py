@@ -151,7 +151,7 @@ def send(both: Stubs, method: str, request: Message) -> Any:
     return getattr(stub, method)(request, timeout=PATIENCE_S)
 
 
-# ── Bad paths first ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── What is refused, and what fails ──────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_change_is_refused_while_its_intent_cannot_be_written_and_reads_go_on(
@@ -242,7 +242,7 @@ def test_the_callers_of_an_org_cannot_fill_the_log(postgres: Server, tmp_path: P
         assert access_refusal(refused.value) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CHANGES")
         assert detail(refused.value, error_details_pb2.RetryInfo) is not None
         assert CHANGES_AT_ONCE <= made <= CHANGES_AT_ONCE + CHANGES_PER_S * took_s + 1
-        # This does not affect the callers of another org, nor callers who may change every org.
+        # The refusals do not affect the callers of another org, nor callers who may change every org.
         change("quiet", quiet)
         change("noisy", operator)
         with psycopg.connect(dsn) as connection:
@@ -252,7 +252,7 @@ def test_the_callers_of_an_org_cannot_fill_the_log(postgres: Server, tmp_path: P
             ).fetchall()
         assert len(rows) == made + 1
         assert max(size for size, _ in rows) <= 1024
-        # Each row has ten of the ids, and the number of all ids.
+        # The `ids` of each row have eleven entries: ten ids, and the number of all ids.
         assert {many for _, many in rows} == {11}
 
 
@@ -378,7 +378,7 @@ def test_every_read_of_the_whole_cluster_is_counted_in_one_row_a_minute(cluster:
                 assert list(answer)
     told = "SELECT method, sum(calls)::int FROM windrow.audit WHERE minute IS NOT NULL GROUP BY 1 ORDER BY 1"
     until(lambda: cluster.sql(told) == sorted((path, 3) for path in wanted.values()), "all reads are counted")
-    # A minute may have ended meanwhile: then a method has two rows.
+    # If a minute has ended meanwhile, a method has two rows.
     assert len(cluster.sql("SELECT FROM windrow.audit WHERE minute IS NOT NULL")) <= 2 * len(wanted)
 
 

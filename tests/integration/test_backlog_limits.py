@@ -62,8 +62,8 @@ async def limit(
     queue: str = "",
     measure: limits_pb2.LimitMeasure.ValueType = BACKLOG,
 ) -> None:
-    """Sets a limit, and returns when it is in force at each process. It opens many connections, because each reaches a
-    random process."""
+    """Sets a limit, and returns when the limit is in force at each process. Opens many connections, because each
+    connection reaches a random process."""
     request = cluster_pb2.SetLimitRequest(org=org, queue=queue, measure=measure, amount=amount)
     await by.cluster.SetLimit(request, timeout=PATIENCE_S)
     for routers in (cluster.near, cluster.far):
@@ -151,8 +151,8 @@ async def test_a_queues_limit_is_its_own_and_a_repeat_is_no_new_job(cluster: Clu
 
 
 async def refused(client: windrow.Client, job: windrow.Job, nodes: windrow.Nodes) -> windrow.Added:
-    """Adds nodes until the router has told why it refuses them. A call has several tries, and the time for its last try
-    may be too short for an answer."""
+    """Repeats a call that adds nodes until the router answers why it refuses the nodes. A call has several tries, and
+    the time for the last try may be too short for an answer."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             with contextlib.suppress(windrow.DeadlineExceeded):
@@ -170,14 +170,14 @@ async def test_the_jobs_of_workflows_count_until_they_have_ended(cluster: Cluste
         for _ in range(3):
             flow = windrow.Workflow()
             flow.job(QUEUE, "k", name="list")
-            # The client tries again until the jobs of the round before are counted as ended.
+            # The client tries again until the router counts the jobs of the previous round as ended.
             await client.start(flow)
             (job,) = await client.dequeue(QUEUE)
             nodes = windrow.Nodes()
             for at in range(4):
                 nodes.job(QUEUE, "k", name=f"page {at}")
             await client.add_nodes(job, nodes)
-            # The nodes that the call before has added are not counted again.
+            # The nodes that the previous call has added are not counted again.
             nodes.job(QUEUE, "k", name="one too many")
             with pytest.raises(windrow.ResourceExhausted, match="the call has 1;"):
                 await refused(hurried, job, nodes)

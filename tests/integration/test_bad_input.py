@@ -1,7 +1,7 @@
 """Every field of every request with every kind of value that the contract forbids.
 
 A bad request is refused with a status that names the field, and changes nothing. The values name a seeded org, so that
-a request that is not refused shows in the books of the org.
+a bad request that is not refused changes the books of the org.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ LEASES = {
     "of version 2": b"\2" + LEASE[1:],
     "text": b"lease",
 }
-# Invalid by the rules of google.protobuf.Duration, in any field.
+# Values that google.protobuf.Duration itself does not allow, so they are invalid in any field.
 BROKEN_DURATIONS = {
     "with 2e9 nanoseconds": Duration(seconds=1, nanos=2_000_000_000),
     "of two signs": Duration(seconds=5, nanos=-1),
@@ -524,7 +524,7 @@ def admin_cases() -> Iterator[Bad]:
 
 def limit_cases() -> Iterator[Bad]:
     names: dict[str, dict[str, Any]] = {
-        # An empty org is the default of all orgs, and an empty queue is all queues.
+        # An empty org means the default for all orgs, and an empty queue means all queues.
         "org": {why: org for why, org in ORGS.items() if org},
         "queue": OPTIONAL_NAMES,
         "measure": {"none": 0, "unknown": 9, "negative": -1},
@@ -559,7 +559,7 @@ def limit_cases() -> Iterator[Bad]:
 
 @pytest.fixture(scope="module")
 def cluster(postgres: Server, template: str, tmp_path_factory: pytest.TempPathFactory) -> Generator[Stubs, None, None]:
-    """Two shards. One of them has an org with jobs in every state."""
+    """Two shards. One shard has an org with jobs in every state."""
     folder: Path = tmp_path_factory.mktemp("bad-input")
     config = write_cluster(folder / "cluster.toml", {shard: postgres.create(f"bad_input_{shard}") for shard in SHARDS})
     with running_routers(config) as routers, stubs(routers.address, ("grpc.max_send_message_length", -1)) as both:
@@ -796,7 +796,8 @@ def before(cluster: Stubs) -> dict[tuple[str, str], bytes]:
     return books_of(cluster)
 
 
-# One test for each RPC, not for each request: every worker collects all tests, and reports cost more than these calls.
+# One test for each RPC, not for each request: every process of pytest collects all tests, and the reports of tests cost
+# more than these calls.
 @pytest.mark.parametrize("rpc", sorted({bad.rpc for bad in CASES}))
 def test_a_bad_field_is_named_by_its_path_and_nothing_is_stored(
     cluster: Stubs, before: dict[tuple[str, str], bytes], rpc: str
@@ -808,7 +809,7 @@ def test_a_bad_field_is_named_by_its_path_and_nothing_is_stored(
 
 
 def answer_to(both: Stubs, bad: Bad) -> tuple[grpc.StatusCode, list[str], bool]:
-    """The status, the fields that it names, and whether it shows a regular expression."""
+    """Returns the status code, the fields that the status names, and whether it shows a regular expression."""
     try:
         send(both, bad.rpc, bad.request)
     except grpc.RpcError as error:
@@ -1032,7 +1033,7 @@ def test_the_fast_path_takes_plain_batches(jobs: Sequence[job_pb2.NewJob]) -> No
 
 
 def test_a_compressed_request_is_refused_with_the_reason(cluster: Stubs) -> None:
-    """16 KiB on the wire could become 16 MiB."""
+    """16 KiB on the wire could become 16 MiB in memory."""
     request = enqueue(new_job(payload=b"x" * 100_000))
     refused = refusal(lambda: cluster.queue.Enqueue(request, timeout=PATIENCE_S, compression=grpc.Compression.Gzip))
     assert refused.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -1,5 +1,5 @@
-"""The balancer moves slots to where the cluster file wants them: whichever of several balancers leads, whichever shard
-is away, and wherever an earlier balancer stopped."""
+"""The balancer moves slots to where the cluster file wants them: it does not matter which of several balancers leads,
+which shard is away, or where an earlier balancer stopped."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.routers import PATIENCE_S
 
 A, B, C = (ShardName(name) for name in ("s1", "s2", "s3"))
 HALF = SLOTS // 2
-# The slots that s2 gets from s1. They go in one move, to save time.
+# The slots that s2 gets from s1. One move takes all of them, to save time.
 PART = range(SLOTS - 1024, SLOTS)
 BUT_A_PART = {"weight": 15}
 LEFT = SLOTS - len(PART)
@@ -121,7 +121,7 @@ async def test_slots_with_many_nodes_of_workflows_move_a_few_at_a_time(
     assert await balance_once(field.write(s1=BUT_A_PART, s2={})) == {}
     assert await field.slots() == {"s1": LEFT, "s2": len(PART)}
     known = await field.known()
-    # Two slots with workflows in each move.
+    # Each move takes two slots with workflows.
     assert max(Counter(known.slots[slot].epoch for slot in slots).values()) == 2
     await field.assert_all_there(stored)
 
@@ -164,7 +164,7 @@ async def test_a_move_that_another_balancer_left_is_taken_to_its_end(field: Fiel
     for _ in range(steps):
         assert await mover.step()
     assert await balance_once(cluster) == {}
-    # The slots moved to s2, and then back because of the weights.
+    # The slots have moved to s2, and then back because of the weights.
     assert await field.slots() == {"s1": SLOTS}
     assert {owner.shard for one in (await field.known()).slots[PART.start :] for owner in one.former} == {A, B}
     await field.assert_all_there(stored)
@@ -288,7 +288,7 @@ async def test_a_balancer_that_is_told_to_end_leaves_nothing_half_done(field: Fi
     await field.assert_all_there(stored)
 
 
-# ── What is away, or not what it seems ───────────────────────────────────────────────────────────────────────────────
+# ── Shards that are away, or are not what they seem ──────────────────────────────────────────────────────────────────
 
 
 def proxied(field: Field, shard: ShardName) -> contextlib.AbstractAsyncContextManager[Proxy]:
@@ -391,7 +391,7 @@ async def test_an_org_that_is_unpinned_waits_for_the_shard_of_its_hash(field: Fi
     org = next(org for org in map(OrgId, map(str, range(10_000))) if known.placement(org).reads == (B,))
     await pins.pin(field.catalog, org, OnShard(A))
     await balance_once(field.cluster)
-    # By now the org's hash slot is on s2, but the org is not.
+    # Now the org's hash slot is on s2, but the org is not.
     assert (await field.known()).slots[slot_of(org)].reads == (B,)
     await pins.unpin(field.catalog, org)
     field.write(s1={}, s2={"state": "dequeue_only"})

@@ -1,5 +1,5 @@
-"""Clients notice nothing while their org's slot moves from one shard to another. Routers are processes that learn of
-moves by themselves; balancers act step by step (docs/decisions/0017-moving-slots.md)."""
+"""Clients notice nothing while their org's slot moves from one shard to another. Here routers are processes that learn
+of moves by themselves. The tests take each step of a balancer (docs/decisions/0017-moving-slots.md)."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_router_frozen_before_a_move_and_woken_after_it_stores_nothing_twice_a
     os.kill(pid, signal.SIGSTOP)
     try:
         new, again = new_job(), new_job(dedup_key="k")
-        # These calls reach the router while it is frozen, and it handles them first when it runs again.
+        # These calls reach the router while the router is frozen. When it runs again, it handles them first.
         calls = [thread.submit(enqueue, cluster.near, org, job) for job in (new, waiting, finished, again)]
         cluster.begin(org).finish()
     finally:
@@ -290,8 +290,8 @@ def finish(both: Stubs, org: str) -> None:
 def test_a_job_sent_again_is_itself_also_where_another_job_has_its_key_on_another_shard(
     cluster: Cluster, state: str, path: str
 ) -> None:
-    """The window of the job's key ends on the first shard. Another job takes the key on the second shard, and the org
-    moves on."""
+    """The window of the job's key ends on the first shard. Another job takes the key on the second shard, and then the
+    org moves to the next shard."""
     org, old = cluster.org(), new_job(dedup_key="k")
     first, second, *others = path.split()
     if first != "s1":
@@ -422,7 +422,7 @@ def test_an_org_on_two_shards_has_its_jobs_in_the_order_of_priority_on_each_of_t
 
 
 def test_a_waiting_consumer_gets_jobs_that_arrive_by_a_move(cluster: Cluster, thread: ThreadPoolExecutor) -> None:
-    # The job is not due before the move, however slow the machine is.
+    # Even on a slow machine, the job becomes due only after the move.
     org, job = cluster.org(), new_job(delay=Duration(seconds=5))
     move = cluster.begin(org)
     waiting = thread.submit(dequeue, cluster.near, org, wait_s=60)
@@ -486,8 +486,8 @@ def test_leases_outlive_a_move_begun_and_end_where_they_began(cluster: Cluster) 
     assert list(cluster.near.queue.Extend(extend, timeout=PATIENCE_S).answers) == [OK]
     move.depart()
     move.take()
-    # These calls come late, or they are repeats because the first answers were lost. The history that moved with the
-    # job says what the first calls did.
+    # These calls come late, or they are repeats because the first answers were lost. The job's history, which moved
+    # with the job, says what the first calls did.
     assert list(cluster.near.queue.Nack(request, timeout=PATIENCE_S).answers) == [OK]
     assert ack(cluster.near, org, done, lost) == [OK, STALE]
     assert ack(cluster.far, org, kept) == [OK]
@@ -606,7 +606,7 @@ def set_paused(cluster: Cluster, org: str, paused: bool) -> None:
 
 
 def told_paused(cluster: Cluster, org: str) -> set[bool]:
-    """Returns the `paused` of the queue from every call that reports it, through both routers."""
+    """Returns the value of `paused` of the queue from every call that reports this value, through both routers."""
     told: set[bool] = set()
     for both in (cluster.near, cluster.far):
         told.add(both.admin.GetQueue(admin_pb2.GetQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S).queue.paused)
@@ -753,7 +753,7 @@ def test_a_job_is_found_by_its_key_at_every_step(cluster: Cluster) -> None:
             keyed = [found(both, org, key) for key in ("a", "b", "c")]
             assert (step, keyed) == (step, [for_a_window.id, while_live.id, ""])
     cancel(cluster.near, org, for_a_window.id, while_live.id)
-    # A window outlives its job; a key that counts while its job is live does not.
+    # A dedup window may end later than its job. A live key ends with its job.
     assert [found(cluster.far, org, key) for key in ("a", "b")] == [for_a_window.id, ""]
     enqueue(cluster.near, org, both_ways)
     assert found(cluster.far, org, "a") == both_ways.id
@@ -899,7 +899,7 @@ def test_what_a_former_owner_may_know_is_refused_while_it_is_not_named_and_all_e
                 [[slot for (slot,) in catalog_said]],
             )
         postgres.drop("former_s3")
-        # These jobs are newer than any job that s3 can have stored. So they are stored as soon as the router knows how
+        # These jobs are newer than any job that s3 can have stored. So the router stores them as soon as it knows how
         # long ago the slot left s3.
         until(lambda: ask(all_, org, new_job()), "a job that the former owner cannot know is stored")
         assert not ask(all_, org, new_job(dedup_key="k"))

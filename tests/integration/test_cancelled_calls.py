@@ -1,4 +1,4 @@
-"""Clients cancel their calls at every stage. A client may do that, so the router logs no error."""
+"""Clients cancel their calls at every stage. A client may cancel a call, so the router logs no error."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Cluster:
 
     @contextlib.asynccontextmanager
     async def locked(self) -> AsyncGenerator[Waiting, None]:
-        """Makes every statement wait during the block. Yields a function that returns the waiting statements. Among
-        them are the router's own statements, such as sweeps."""
+        """Makes every statement wait during the block. Yields a function that returns the waiting statements, including
+        the router's own statements such as sweeps."""
         async with (
             await psycopg.AsyncConnection.connect(self.dsn) as holder,
             await psycopg.AsyncConnection.connect(self.dsn, autocommit=True) as watcher,
@@ -158,10 +158,10 @@ async def test_unary_calls_are_cancelled_at_any_stage_without_an_error_in_the_lo
     async with cluster.locked() as waiting:
         for name, make in calls.items():
             if name in ("Enqueue, refused", "Dequeue that waits", "ListShards"):
-                # These calls need no locked table.
+                # These calls use none of the locked tables.
                 continue
             await cancel_while_it_waits(name, make, waiting)
-    # When another call is answered, the last cancelled one has been handled too.
+    # When another call is answered, the router has handled the last cancelled call too.
     await near.enqueue(ORG)
     assert cluster.errors() == []
 
@@ -176,7 +176,7 @@ async def test_a_dequeue_that_waits_is_cancelled_without_an_error_in_the_log(clu
 
 
 async def test_streams_are_cancelled_at_any_stage_without_an_error_in_the_log(cluster: Cluster, near: Client) -> None:
-    # Cancel a stream before its first message, and about when that arrives.
+    # Cancel a stream before its first message, and about when this message arrives.
     for turns in range(20):
         stream = Stream(near.queue)
         for _ in range(turns):

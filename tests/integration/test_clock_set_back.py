@@ -1,7 +1,7 @@
 """A shard's clock that goes back hides no finished job, and a shard whose clock went back far refuses calls.
 
-Here the correct time is three hours ahead of the server's own clock, so that a test can set the clock back to the
-server's time.
+In these tests the correct time is three hours ahead of the server's own clock, so that a test can set the clock back to
+the server's time.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ FINISH: dict[str, Finish] = {
 
 async def purge(database: Database, org: OrgId, leases: list[Lease]) -> None:
     assert await Store(database).settle(Settlement.release(org, leases)) == [Answer.OK]
-    # By the clock that was set back, the job is due in three hours.
+    # On the clock that was set back, the job is due in three hours.
     await database.run(b"UPDATE windrow.job SET visible_at = now(), run_at = now()", {})
     assert await QueueAdmin(database).purge_queue(org, QUEUE, limit=10, include_dead=False) == 1
 
@@ -86,7 +86,7 @@ async def purge_dead(database: Database, org: OrgId, leases: list[Lease]) -> Non
 async def test_a_job_that_finished_while_the_clock_was_set_back_is_known_when_it_is_enqueued_again(
     set_clock: SetClock, shard: Database, org: OrgId, how: str
 ) -> None:
-    """The jobs finish at a router that has not noticed yet that the clock was set back."""
+    """The router that finishes the jobs has not noticed yet that the clock was set back."""
     store = Store(shard)
     jobs, leases = await held_by(store, org)
     await store.clock.record()
@@ -102,7 +102,7 @@ async def test_a_job_that_finished_while_the_clock_was_set_back_is_known_when_it
 async def test_a_job_finishes_on_a_shard_whose_clock_was_days_ahead(
     set_clock: SetClock, shard: Database, org: OrgId, ahead: timedelta
 ) -> None:
-    """The router that finishes it has not noticed yet that the clock was set back."""
+    """The router that finishes the job has not noticed yet that the clock was set back."""
     store = Store(shard)
     _, leases = await held_by(store, org)
     await partitions.make_ahead(shard)
@@ -111,7 +111,7 @@ async def test_a_job_finishes_on_a_shard_whose_clock_was_days_ahead(
     await store.clock.record()
     set_clock.set(RIGHT)
     assert await Store(shard).settle(Settlement.ack(org, leases)) == [Answer.OK]
-    # Only the days that are needed have got partitions: that of the recorded time, and the one after it.
+    # Only the two days that need partitions have got them: the day of the recorded time, and the next day.
     assert len(await partitions_of(shard) - before) == 2
 
 
@@ -148,11 +148,11 @@ async def test_a_shard_whose_clock_was_set_back_takes_no_calls_until_it_has_caug
                 ):
                     await call()
         assert len(caplog.records) == 1
-        # Reads are answered.
+        # The router still answers reads.
         assert (await admin.get_queue(org, QUEUE)).queue == QUEUE
         (counts,) = await admin.stats(org, QUEUE, include_finished=True)
         assert counts.leased == 1
-        # Releases that no caller waits for are done later.
+        # A release for which no caller waits happens later.
         (record,) = await store.get(org, ids_of(jobs), include_payload=False)
         assert record.state == "leased"
         store.release_soon(org, [lease])

@@ -1,6 +1,6 @@
-"""What decision 0017 relies on when it closes a slot: an enqueue takes its snapshot after its table locks. So while one
-session holds windrow.owned_slot exclusively, no running enqueue has seen the slot open, and none sees it open
-afterwards."""
+"""When a slot is closed (decision 0017), the close relies on the order of two things in an enqueue: it takes its table
+locks first, and its snapshot afterwards. So while one session holds windrow.owned_slot exclusively, no running enqueue
+has seen the slot open, and no enqueue sees the slot open afterwards."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_an_enqueue_that_waits_while_a_slot_is_closed_is_refused(
         await store.names.make({(org, queue) for queue in some_jobs(org).queues})
     balancer = await psycopg.AsyncConnection.connect(fresh_dsn)
     async with balancer, asyncio.TaskGroup() as group:
-        # These statements do the same as move_steps.close_slots, but the test can observe between them.
+        # These statements do the same as move_steps.close_slots, but the test can check the state between two of them.
         await balancer.execute(statements.LOCK_SLOTS, prepare=False)
         await balancer.execute(NO_HURRY)
         enqueue = group.create_task(_refused_since(store, org))
@@ -52,7 +52,8 @@ async def test_a_slot_is_not_closed_while_an_enqueue_that_found_it_open_is_under
     await store.enqueue(some_jobs(org))
     slots = [slot_of(org)]
     async with await psycopg.AsyncConnection.connect(fresh_dsn) as rival, asyncio.TaskGroup() as group:
-        # This stops the enqueue in the middle of its statement: it must wait to learn whether the key is taken.
+        # This row stops the enqueue in the middle of its statement: the enqueue must wait until it knows whether the
+        # key is taken.
         await rival.execute(
             "INSERT INTO windrow.dedup SELECT q.queue_id, 'k', gen_random_uuid(), now() + interval '1 hour' "
             "FROM windrow.queue q WHERE q.org = %s",
@@ -61,7 +62,7 @@ async def test_a_slot_is_not_closed_while_an_enqueue_that_found_it_open_is_under
         enqueue = group.create_task(store.enqueue(some_jobs(org, dedup_keys=["k"], dedup_window_us=HOUR_US)))
         await until_blocked(fresh_database)
         assert not await move_steps.close_slots(fresh_database, slots, epoch=2)
-        # The close that failed has changed nothing for other sessions either.
+        # The failed close has changed nothing for other sessions either.
         assert await store.enqueue(some_jobs(org)) == {}
         await rival.rollback()
     assert enqueue.result() == {}
@@ -80,8 +81,7 @@ async def test_who_freezes_while_he_closes_a_slot_does_not_hold_up_enqueues_for_
     async def close_and_freeze() -> None:
         async with frozen.transaction() as balancer:
             await balancer.execute(statements.LOCK_SLOTS, prepare=False)
-            # The enqueue waits until Postgres ends this idle session. An enqueue that waited for ten seconds would be
-            # refused.
+            # The enqueue waits until Postgres ends this idle session. An enqueue that waits for ten seconds is refused.
             assert await store.enqueue(some_jobs(org)) == {}
             await balancer.run(statements.CLOSE_SLOTS, {"slots": arrays.numbers([slot_of(org)]), "epoch": 2})
 

@@ -1,4 +1,4 @@
-"""Routers end old connections and streams: clients move to new ones, and no job is lost or worked twice."""
+"""Routers end old connections and streams: clients move to new ones, and no job is lost or run twice."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.streams import OK, QUEUE, acks, client, detail, new_job, retry_after_
 from windrow import Client, Job, JobState, Worker
 from windrow.v1 import queue_pb2
 
-# Connections are told to end after 3.6 to 4.4 s, and break 1.3 s later. Streams end after 0.8 to 1.2 s. This is much
-# sooner, so that even on a busy machine a stream ends before its connection breaks.
+# The router asks clients to leave a connection after 3.6 to 4.4 s, and breaks it 1.3 s later. Streams end much sooner,
+# after 0.8 to 1.2 s, so that even on a busy machine a stream ends before its connection breaks.
 AGE_S = 4.0
 CONNECTIONS = 3
 # A router process whose grace has no minimum: otherwise the streams would last for minutes.
@@ -90,7 +90,7 @@ async def test_an_old_stream_ends_in_order_and_its_job_can_be_acked(address: str
         info = detail(refused, error_details_pb2.ErrorInfo())
         assert (refused.code(), info.reason) == (grpc.StatusCode.UNAVAILABLE, "STREAM_EXPIRED")
         assert retry_after_s(refused) == 0
-        # The job came before the stream ended, or the stream ended before the job was stored.
+        # Either the job came before the stream ended, or the stream ended before the job was stored.
         jobs = stream.jobs or await near.dequeue("streams", max_jobs=1)
         acked = await near.queue.Ack(queue_pb2.AckRequest(org="streams", acks=acks(jobs)), timeout=PATIENCE_S)
         assert list(acked.answers) == [OK]
@@ -128,5 +128,5 @@ async def test_a_worker_follows_to_new_connections_and_works_each_job_once(
             worker.stop()
             await asyncio.wait_for(running, PATIENCE_S)
     assert worked == Counter(stored)
-    # A stream that expires is no outage.
+    # The expiry of a stream is not an outage.
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []

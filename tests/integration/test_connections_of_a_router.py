@@ -1,5 +1,5 @@
-"""How many connections a router process has to a shard. The pages for operators say it, because `max_connections` must
-allow for it."""
+"""How many connections a router process has to a shard. The pages for operators state this number, because
+`max_connections` must allow for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.routers import CHECKOUT, PATIENCE_S, running_routers, stubs, until, w
 from windrow.v1 import admin_pb2
 
 FOR_CALLS = 3
-# What the pages say: up to two for lists and counts, and one that listens; and what the catalog has in addition.
+# Connections that the pages name besides those for calls. FURTHER: up to two for lists and counts, and one that
+# listens. OF_CATALOG: those that the catalog's database has in addition.
 FURTHER, OF_CATALOG = 3, 2
 PAGES = ("docs/runbook.md", "deploy/README.md", "deploy/cluster.example.toml")
 ORGS = [f"org-{number}" for number in range(8)]
@@ -43,7 +44,7 @@ def test_a_process_has_as_many_connections_as_the_pages_say(
         ThreadPoolExecutor(2 * len(ORGS)) as threads,
         ExitStack() as locks,
     ):
-        # A call fails if it waits for the lock for too long.
+        # A call that waits too long for the lock fails.
         def lists(org: str) -> None:
             with suppress(grpc.RpcError):
                 both.admin.ListQueues(admin_pb2.ListQueuesRequest(org=org), timeout=PATIENCE_S)
@@ -52,7 +53,8 @@ def test_a_process_has_as_many_connections_as_the_pages_say(
             with suppress(grpc.RpcError):
                 both.admin.GetStats(admin_pb2.GetStatsRequest(org=org), timeout=PATIENCE_S)
 
-        # A list and a count of each shard wait for the lock at the same time; the others wait for these.
+        # On each shard one list and one count wait for the lock at the same time. The other lists and counts wait for
+        # these two.
         for dsn in dsns.values():
             locks.enter_context(psycopg.connect(dsn)).execute("LOCK windrow.queue IN ACCESS EXCLUSIVE MODE")
         calls = [threads.submit(call, org) for org in ORGS for call in (lists, counts)]

@@ -27,7 +27,7 @@ from tests.streams import NOT_FOUND, STALE, Client, acks, client, new_job, sql, 
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2, workflows_pb2, workflows_pb2_grpc
 
 SHARDS = ("s1", "s2")
-# Longer than a test takes, so that no sweep hides a lost wake-up.
+# The pause between sweeps is longer than a test, so that no sweep hides a lost wake-up.
 NEVER_S = 3600.0
 _numbers = itertools.count(1)
 
@@ -62,7 +62,7 @@ async def far(cluster: Cluster) -> AsyncGenerator[Client, None]:
 
 @pytest.fixture
 def queue() -> str:
-    """A queue name that no other test uses: streams of all orgs get the jobs of every org of the cluster."""
+    """A queue name that no other test uses: a stream of all orgs gets the jobs of every org of the cluster."""
     return f"mail-{next(_numbers)}"
 
 
@@ -213,7 +213,7 @@ async def test_credit_is_never_exceeded_and_the_rest_comes_with_more_credit(near
         await near.enqueue(org, *(new_job(queue=queue) for _ in range(3)))
     async with near.stream(None, queue, credit=7) as stream:
         await stream.until_jobs(7)
-        # The answer comes after everything that was sent before.
+        # The answer arrives after everything that the router sent before.
         assert await stream.settle(1, extends=[queue_pb2.Extend(lease=stream.jobs[0].lease)]) == []
         assert len(stream.jobs) == 7
         await stream.send(credit=100)
@@ -280,7 +280,7 @@ async def test_a_weight_out_of_range_is_refused(near: Client, weight: float) -> 
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-# ── Why, and who is told ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── Causes, and what consumers are told ──────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_consumer_of_all_orgs_is_a_consumer_of_each(near: Client, far: Client, queue: str) -> None:
@@ -349,7 +349,7 @@ async def test_an_org_is_not_charged_for_a_job_whose_lease_was_ended_by_others_o
         ahead, since_s = -1.0, loop.time()
         async with asyncio.timeout(PATIENCE_S):
             while loop.time() < since_s + 0.5:
-                # The new job makes the router charge orgs for the leases that last.
+                # The new job makes the router charge each org for the time of its live leases.
                 await near.enqueue(org, new_job(queue=queue))
                 asked = admin_pb2.ExplainQueueRequest(org=org, queue=queue)
                 answer = await near.admin.ExplainQueue(asked, timeout=PATIENCE_S)
@@ -358,7 +358,7 @@ async def test_an_org_is_not_charged_for_a_job_whose_lease_was_ended_by_others_o
                     ahead, since_s = now, loop.time()
 
 
-# ── Under fire ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Faults, moves and erasures ───────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_jobs_of_a_stream_that_breaks_come_back(near: Client, far: Client, queue: str) -> None:
@@ -382,7 +382,7 @@ async def test_leases_of_a_killed_router_come_back_and_lost_hints_are_found_by_t
     sweeping = write_cluster(tmp_path / "sweeping.toml", cluster.dsns, sweep_seconds=0.2)
     with running_routers(sweeping) as router:
         async with client(router.address) as near, near.stream(None, queue, credit=100) as stream:
-            # When the stream has a job of another org, it is past its first walk.
+            # When the stream has got a job of another org, its first walk has ended.
             await far.enqueue("other-" + queue, new_job(queue=queue))
             await stream.until_jobs(2)
             with running_routers(config) as killed:
@@ -442,7 +442,7 @@ async def test_a_stream_goes_on_when_an_org_is_erased_and_comes_again(
         (job,) = await stream.until_jobs(1)
         shard = await shard_of(near, org, queue)
         assert await asyncio.to_thread(erase, shard, cluster.dsns[shard], org)
-        # The lease is gone with its job, and the other jobs of the erased org never come.
+        # The erasure has deleted the job and so its lease. The other jobs of the erased org never come.
         await near.enqueue(other, new_job(queue=queue))
         assert await stream.settle(1, acks=acks([job]), credit=10) == [NOT_FOUND]
         jobs = await stream.until_jobs(2)

@@ -22,7 +22,7 @@ from tests.prometheus import asked, scraping
 from tests.routers import PATIENCE_S, Stubs, reserved_address, running_routers, stubs, until, write_cluster
 from windrow.v1 import queue_pb2
 
-# Panels without data here. A cluster without TLS has no certificate.
+# Panels that have no data in this test. For example, a cluster without TLS has no certificate.
 WITHOUT_DATA = {"Time until a certificate expires"}
 
 

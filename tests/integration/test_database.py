@@ -1,4 +1,5 @@
-"""One statement's way to Postgres and back: its rows, its errors, and what remains when it is cut or cancelled."""
+"""One statement's way to Postgres and back: its rows, its errors, and what remains when its connection is cut or its
+caller is cancelled."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ WAIT = b"SELECT pg_advisory_xact_lock(%(lock)s)::text, pg_backend_pid()"
 
 @pytest.fixture
 async def single(module_dsn: str) -> AsyncGenerator[Database, None]:
-    """A pool of one connection: each statement gets the connection as the previous one left it."""
+    """A pool of one connection: each statement gets the connection as the previous statement left it."""
     opened = Database(SHARD, module_dsn, connections=1)
     await opened.open()
     yield opened
@@ -205,7 +206,7 @@ async def test_a_statement_whose_columns_have_changed_since_is_prepared_anew(sin
     assert await single.run(b"SELECT * FROM growing", {}) == [(1, "two")]
     await single.run(b"DEALLOCATE ALL", {})
     assert await single.run(b"SELECT * FROM growing", {}) == [(1, "two")]
-    # Earlier prepared statements are gone.
+    # The session no longer has the earlier prepared statements.
     assert await single.run(b"SELECT count(*) FROM pg_prepared_statements", {}) == [(2,)]
 
 
@@ -247,7 +248,7 @@ def test_the_first_statement_of_a_connection_that_has_been_cut_is_tried_again_on
             await database.open()
             try:
                 async with asyncio.timeout(30):
-                    # The connection is made and set up, but it has not run a statement yet.
+                    # The connection is open and set up, but it has not run a statement yet.
                     await database._pool.connected()
                     (pid,) = await watcher.states()
                     await watcher.terminate(pid)
@@ -278,7 +279,7 @@ def test_a_listener_notices_a_reset_that_comes_with_a_notification(module_dsn: s
                 assert await asyncio.wait_for(heard.get(), PATIENCE_S) is None
                 with psycopg.connect(module_dsn, autocommit=True) as other:
                     other.execute("NOTIFY news, 'the last words'")
-                # Both events happen before the event loop runs again.
+                # The reset and the notification both arrive before the event loop runs again.
                 assert was_reset.wait(PATIENCE_S)
                 with pytest.raises(psycopg.OperationalError):
                     await asyncio.wait_for(listening, PATIENCE_S)
@@ -355,7 +356,7 @@ async def test_another_dsn_holds_for_the_next_statement_and_lets_the_running_one
         ((after,),) = await database.run(where, {})
         assert after != before
     assert await running == [("", before)]
-    # By now every connection leads to the new server.
+    # Now every connection leads to the new server.
     answers = await asyncio.gather(*(database.run(where, {}) for _ in range(8)))
     assert {row for rows in answers for (row,) in rows} == {after}
     await database.close()

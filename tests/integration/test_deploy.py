@@ -83,12 +83,12 @@ def seconds(text: str) -> float:
     return float(text[:-1])
 
 
-# The programs, as containers would run them
+# The programs, as containers run them
 
 
 def container(name: str, root: Path, dsns: dict[str, str], *, collector: str = "http://127.0.0.1:1") -> Program:
-    """Creates the files of a service of our image, and reads its command and environment. The program sends its spans
-    to the address `collector` instead of the service of this name."""
+    """Creates the files of a service that runs our image, and reads the service's command and environment. The program
+    sends its spans to the address `collector`, not to the service that is named collector."""
     service = SERVICES[name]
     assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).resolve() == DOCKERFILE
     environment: dict[str, str] = {}
@@ -105,7 +105,7 @@ def container(name: str, root: Path, dsns: dict[str, str], *, collector: str = "
     subprocess.run([DEPLOY / "compose" / "make-secrets.sh", secrets], check=True)
     for secret in service["secrets"]:
         text = (secrets / Path(COMPOSE["secrets"][secret]["file"]).name).read_text()
-        # On the compose network this DSN leads to the service of a shard, and names the role that role.sql creates.
+        # On the compose network this DSN leads to the service of a shard. The DSN names the role that role.sql creates.
         dsn = conninfo_to_dict(text.strip())
         assert dsn["host"] in SHARDS
         assert (dsn["user"], dsn["dbname"]) == ("windrow", "windrow")
@@ -161,7 +161,7 @@ def test_one_port_is_listened_on_exposed_published_and_checked() -> None:
 def test_the_grace_period_is_longer_than_a_router_takes_to_end() -> None:
     drain_s = router_settings_of(DEPLOY / "compose" / "cluster.toml").drain_seconds
     for name in ROUTERS:
-        # The supervisor kills processes that have not ended in this time after the drain.
+        # The supervisor kills processes that have not ended within this time after the drain.
         assert seconds(SERVICES[name]["stop_grace_period"]) >= drain_s + END_S_MAX
 
 
@@ -309,7 +309,7 @@ def test_no_index_is_asked_for_the_name_windrow() -> None:
 
 
 def router_settings_of(path: Path) -> RouterSettings:
-    """Returns the [router] table of a file whose secrets are elsewhere."""
+    """Returns the [router] table of a cluster file whose secrets are in other files."""
     text = re.sub(r'dsn_(file|env) = ".*"', 'dsn = "dbname=nowhere"', path.read_text())
     return router_settings(parse_cluster(text, source=str(path)))
 
@@ -351,7 +351,7 @@ def test_the_example_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [shard.name for shard in cluster.shards] == ["s1", "s2", "s3"]
     assert [shard.weight for shard in cluster.shards] == [1, 2, 1]
     assert cluster.catalog_dsn == "host=db sslmode=require dbname=windrow_catalog_dsn"
-    # The example says of each value that it is the default.
+    # The example says that each of its values is the default.
     assert router_settings(cluster) == RouterSettings()
     assert tls_settings(cluster) is not None
     assert pace_of(cluster).jobs_per_s_max == 5000

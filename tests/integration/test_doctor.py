@@ -1,5 +1,5 @@
-"""`windrow doctor` on a real Postgres with problems that the tests cause: it names each problem, and the fix that it
-prints, pasted unchanged, solves the problem."""
+"""`windrow doctor` on a real Postgres with problems that the tests cause. The doctor names each problem and prints a
+fix. The fix, pasted unchanged, solves the problem."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Findings = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ward:
-    """A database with problems, and the command, which runs in this process."""
+    """A database with problems, and `windrow doctor`, which runs in this process."""
 
     file: Path
     dsn: str
@@ -103,7 +103,8 @@ def ward(
 
 
 def test_a_new_shard_has_nothing_to_be_warned_of(ward: Ward) -> None:
-    """This also shows that the doctor's expectations of table options and partitions match the migrations."""
+    """The test also shows that the table options and partitions that the doctor expects are those that the migrations
+    make."""
     _, document = ward.examine()
     assert {one["severity"] for one in document["findings"]} <= {"notice"}
     assert {"job", "dead", "tally"} <= {table["table"] for table in document["tables"]}
@@ -341,7 +342,7 @@ def test_a_shard_that_does_not_answer_is_reported_and_the_others_are_examined(wa
     first, second = map(json.loads, out.splitlines())
     assert (first["shard"], first["answered"], second["shard"], second["answered"]) == ("s1", True, "s2", False)
     assert second["error"] in err
-    # A critical finding counts more than an unreachable shard.
+    # If there is also an unreachable shard, the exit code is that of the critical finding.
     assert code == 1
     code, out, _ = ward.windrow()
     assert out.endswith("\n\ns2: no answer\n")

@@ -59,7 +59,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """A folder in place of tmp_path: root's tmp_path has mode 700, so that the server's account could not enter it."""
+    """A folder that replaces tmp_path: root's tmp_path has mode 700, so the server's account could not enter it."""
     base = Path(tempfile.mkdtemp(prefix="windrow-test-")).resolve()
     base.chmod(0o755)
     yield base / "postgres"
@@ -68,7 +68,7 @@ def root() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def made() -> Iterator[Path]:
-    """The folder of a lasting cluster that has run and was stopped. Tests only copy it."""
+    """The folder of a lasting cluster that has run and was stopped. Tests only copy this folder."""
     base = Path(tempfile.mkdtemp(prefix="windrow-test-")).resolve()
     base.chmod(0o755)
     with Cluster("a", root=base / "postgres") as cluster:
@@ -79,13 +79,13 @@ def made() -> Iterator[Path]:
 
 @pytest.fixture
 def root_with_a(root: Path, made: Path) -> Path:
-    """A root folder with a stopped cluster "a", for tests of what comes after its first start: to make a cluster takes
-    half a second of CPU, and a copy far less."""
+    """A root folder with a stopped cluster "a", for tests of what comes after the first start of a cluster. To make a
+    cluster takes half a second of CPU, and to copy one takes far less."""
     root.mkdir()
     root.chmod(0o755)
     # cp keeps the owner of each file.
     subprocess.run(["cp", "-a", str(made), str(root / "a")], check=True)
-    # The copy picks a port of its own: another program may have taken the old one meanwhile.
+    # The copy chooses a port of its own: another program may have taken the old port meanwhile.
     (root / "a" / "cluster.json").unlink()
     return root
 
@@ -213,7 +213,7 @@ def test_passwords_are_in_a_private_file_and_nowhere_else(cluster: Cluster) -> N
         assert not any(password in text for password in passwords.values())
 
 
-# Stopping, crashing, starting again
+# Clusters that stop, crash and start again
 
 
 def test_data_survives_stop_and_start_with_the_same_dsn(root: Path) -> None:
@@ -393,7 +393,7 @@ def test_a_server_that_does_not_come_up_shows_the_end_of_its_log(root: Path) -> 
         assert ask(mended.dsn, "SELECT 1") == [(1,)]
 
 
-# Several at once
+# Several clusters at once
 
 
 def test_clusters_start_in_parallel_and_are_apart(root: Path) -> None:
@@ -482,7 +482,7 @@ def test_it_works_on_every_version_found(root: Path, major: int, monkeypatch: py
         cluster.kill()
         cluster.start()
     assert version == [(major,)]
-    # Now no argument names the version: the data directory says it.
+    # Now no argument names the version, and the data directory tells it.
     with Cluster("a", root=root) as again:
         assert ask(again.dsn, "SELECT FROM kept") == []
 

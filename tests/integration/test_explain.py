@@ -1,5 +1,5 @@
-"""Why a job or a queue does not run: the tests produce each cause, and answers name it with its figures. Also the
-record of consumers, by which an answer can say that there is no consumer."""
+"""Why a job or a queue does not run: the tests produce each cause, and the answers name the cause with its figures.
+Also tests of the record of consumers, by which an answer can say that there is no consumer."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Scene:
 
 @contextlib.asynccontextmanager
 async def opened(dsns: Mapping[ShardName, str], more: str = "") -> AsyncGenerator[tuple[Fleet, Buffer], None]:
-    """A fleet of these shards. `more`: keys of the last shard in the cluster file."""
+    """A fleet of these shards. `more`: further keys of the last shard in the cluster file."""
     shards = "".join(f"[[shard]]\nname = '{name}'\ndsn = '''{dsn}'''\n" for name, dsn in dsns.items())
     cluster = parse_cluster(f"[cluster]\nname = '{CLUSTER}'\n{shards}{more}\n", source="test")
     buffer, ready = Buffer(2**20), asyncio.Event()
@@ -132,7 +132,7 @@ async def scene(module_dsn: str, database: Database, org: OrgId) -> AsyncGenerat
 
 @contextlib.contextmanager
 def waiting(scene: Scene, *kinds: str) -> Generator[None, None, None]:
-    """A consumer of these kinds that waits at the fleet's router, and has room. Nothing is handed over to it."""
+    """A consumer of these kinds that waits at the fleet's router and has room, but gets no jobs by hand-over."""
     waiter, room = WaitingConsumer(scene.org, kinds=kinds, credit=10), scene.member.room
     room.enter(waiter)
     try:
@@ -149,7 +149,7 @@ def names(causes: Sequence[Cause]) -> list[str | None]:
 # ── Jobs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Prepare = Callable[[Scene], Awaitable[JobId]]
-# For each case: the function that makes a job, the causes that the job must have, in their order, and a condition for
+# For each case: the function that makes a job, the causes that the job must have (in this order), and a condition for
 # the first cause.
 CASES: dict[str, tuple[Prepare, list[str], Callable[[Cause], object]]] = {}
 
@@ -216,7 +216,7 @@ async def a_job_behind_more_urgent_ones(scene: Scene) -> JobId:
     name = await scene.one()
     await scene.enqueue(some_jobs(scene.org, 3, priority=1))
     await scene.enqueue(some_jobs(scene.org, 2, priority=4))
-    # None of these jobs comes before the job.
+    # None of the following jobs comes before the job `name`.
     await scene.enqueue(some_jobs(scene.org, 4, priority=1, delay_us=HOUR_US))
     await scene.enqueue(some_jobs(scene.org, 4))
     await scene.seen()
@@ -701,7 +701,7 @@ async def test_a_queue_and_kind_is_written_once_a_minute_at_most(
     assert await rows(recorder, org) == [(QUEUE, OTHER_KIND), (QUEUE, KIND)]
     seen.note(org, [QUEUE], [KIND, OTHER_KIND])
     assert not seen.noted.is_set()
-    # Another router does not write a young row again.
+    # If the row is young, another router does not write it again.
     written = b"SELECT xmin::text, kind FROM windrow.consumer_seen ORDER BY kind"
     before = await recorder.run(written, {})
     other = Store(recorder).consumers_seen
@@ -829,7 +829,7 @@ def test_a_stream_is_recorded_with_its_kinds(router: Stubs, dsn: str, org: OrgId
         until(lambda: shard.execute(recorded, [org]).fetchall() == [(OTHER_KIND,)], "the stream is recorded")
     over.set()
     assert list(stream) == []
-    # The stream has left, but it was seen a moment ago.
+    # The stream has ended, but its consumer was seen a moment ago.
     found = router.admin.ExplainJob(admin_pb2.ExplainJobRequest(org=org, id=job.id), timeout=PATIENCE_S)
     assert names(found.causes) == ["paused", "kind_not_taken"]
     assert list(found.causes[1].kind_not_taken.taken_kinds) == [OTHER_KIND]

@@ -81,8 +81,8 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def s3_server() -> Generator[str, None, None]:
-    """An S3 server in this process. The import takes seconds, so it must not happen while connections with a timeout of
-    five seconds are being made."""
+    """An S3 server in this process. To import its module takes seconds. So the import must not happen while connections
+    with a timeout of five seconds are being made."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -299,7 +299,7 @@ async def test_a_directory_that_cannot_be_written_to_leaves_the_day(field: Field
     assert await tables(field.databases[A]) == [day.name]
 
 
-# ── Exactly what is in the table ─────────────────────────────────────────────────────────────────────────────────────
+# ── The file has exactly the rows of the table ───────────────────────────────────────────────────────────────────────
 
 
 async def test_every_column_of_a_cold_job_is_exported(fresh_database: Database) -> None:
@@ -345,7 +345,7 @@ async def test_a_page_ends_before_it_fills_the_memory(
 async def test_a_row_that_is_not_what_the_table_has_is_found(
     fresh_database: Database, org: OrgId, files: Files, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer makes a mistake, so that the file's checksum matches its wrong content."""
+    """The mistake happens while the file is written, so the file's checksum matches its wrong content."""
     day = await make_cold_day(fresh_database, org, jobs=3)
 
     async def lossy(*arguments: Any) -> AsyncGenerator[Any]:
@@ -425,7 +425,7 @@ async def test_a_release_that_knows_a_later_format_is_not_misread(
         await run_export(files, fresh_database, day)
 
 
-# ── Cut short ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Exports that are interrupted ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("step", ["the manifest", "the drop"])
@@ -470,7 +470,8 @@ async def test_what_an_interrupted_export_has_left_beside_a_good_one_goes(
 ) -> None:
     day = await make_cold_day(fresh_database, org)
     exported = await run_export(files, fresh_database, day)
-    # For example, the file of an earlier manifest: the archiver was killed before it deleted the file.
+    # Leave a file that no manifest names, as if an archiver was killed before it deleted the file of an earlier
+    # manifest.
     left = f"{parquet.folder_of(SHARD, 30, day.first)}/jobs-cafecafe.parquet"
     files.write(left, data_files(place)[0].read_bytes())
 
@@ -478,7 +479,7 @@ async def test_what_an_interrupted_export_has_left_beside_a_good_one_goes(
         raise FilesFailed("403")
 
     with monkeypatch.context() as patch:
-        # The day can be dropped nevertheless.
+        # The file cannot be deleted, but the day can be dropped.
         patch.setattr(files, "delete", forbidden)
         assert not (await run_export(files, fresh_database, day)).written
     assert len(data_files(place)) == 2
@@ -513,7 +514,7 @@ async def test_an_archiver_that_stalls_and_is_replaced_does_not_touch_the_export
     monkeypatch.setattr(export, "_write", stall_once)
     first = asyncio.create_task(service.archive_once(field.cluster, stop=asyncio.Event()))
     await stalled.wait()
-    # Its session is lost, as in a failover. The next archiver exports the day and drops it.
+    # The first archiver loses its session, as in a failover. The next archiver exports the day and drops it.
     assert await field.databases[A].run(
         b"SELECT pg_terminate_backend(pid, 10000) FROM pg_locks WHERE locktype = 'advisory' AND granted", {}
     ) == [(True,)]
@@ -525,7 +526,7 @@ async def test_an_archiver_that_stalls_and_is_replaced_does_not_touch_the_export
     assert len(list(find(files, ExportFilter(org=org)))) == 2
 
 
-# ── Erasing, looking up, checking ────────────────────────────────────────────────────────────────────────────────────
+# ── Erasures, look-ups and checks ────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_an_erased_org_is_in_no_file_and_the_others_are_as_before(
@@ -678,7 +679,7 @@ def test_a_directory_that_nothing_was_exported_to_is_named_with_what_may_be_the_
         Files(ExportLocation(bucket=None, folder=f"{place}/none"))
 
 
-# ── A bucket ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Exports to a bucket ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_bucket_does_as_well(field: Field, org: OrgId, other_org: OrgId, bucket: str) -> None:
@@ -715,7 +716,7 @@ async def test_a_file_of_many_parts_is_whole_in_a_bucket(bucket: str) -> None:
     assert files.digest("a/b") == (20 * len(block), sink.sha256)
 
 
-# ── Many ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Many jobs ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _MANY = b"""
 INSERT INTO windrow.finished (

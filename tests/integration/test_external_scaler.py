@@ -65,7 +65,7 @@ def org_of() -> str:
 
 
 def asked(org: str | None, queue: str = QUEUE, **more: str) -> keda.ScaledObjectRef:
-    """Returns what KEDA sends; some keys are only for KEDA itself. `org` None: all orgs."""
+    """Returns what KEDA sends, including some keys that only KEDA itself uses. `org` None: all orgs."""
     metadata = {"scalerAddress": "windrow:7419", "queue": queue, "jobsPerWorker": "10", **more}
     metadata |= {"allOrgs": "true"} if org is None else {"org": org}
     return keda.ScaledObjectRef(name="workers", namespace="shop", scalerMetadata=metadata)
@@ -112,7 +112,7 @@ async def refusal(call: Any) -> grpc.aio.AioRpcError:
     return refused.value
 
 
-# ── Refused ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── What is refused ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ async def test_the_call_that_keda_does_without_is_answered_as_it_expects(near: C
     assert error.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
-# ── Counted ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── What is counted ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_the_target_is_what_the_metadata_says(near: Client) -> None:
@@ -203,7 +203,7 @@ async def test_ready_and_leased_jobs_count_and_others_do_not(near: Client) -> No
     await near.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks(leased)), timeout=PATIENCE_S)
     leased = await near.dequeue(org, max_jobs=6)
     assert len(leased) == 2
-    # Only leased jobs are left. KEDA must not take their workers away.
+    # All remaining jobs are leased. KEDA must not stop the workers that hold these leases.
     assert await is_active(near, org)
     await near.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks(leased)), timeout=PATIENCE_S)
     assert not await is_active(near, org)
@@ -238,7 +238,7 @@ async def test_a_count_ends_where_more_workers_make_no_difference(near: Client) 
     assert metric.metricValue == 1000
 
 
-# ── Pushed ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── What is pushed, and when ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("all_orgs", [False, True], ids=["of-one-org", "of-all-orgs"])
@@ -354,8 +354,8 @@ async def test_a_shard_away_takes_no_workers_away_and_hides_nothing_of_others(pa
         assert await next_of(of_there) is True
         proxy.closed = True
         proxy.cut_all()
-        # The router cannot answer for an org of the shard that is away. It cannot answer for all orgs either: no other
-        # shard has work, but this shard may have some.
+        # The router cannot answer for an org of the shard that is away. It cannot answer for all orgs either: the other
+        # shard has no work, but the shard that is away may have some.
         for org in (there, None):
             assert (await refusal(is_active(near, org))).code() == grpc.StatusCode.UNAVAILABLE
         assert (await refusal(value(near, there))).code() == grpc.StatusCode.UNAVAILABLE
@@ -370,7 +370,7 @@ async def test_a_shard_away_takes_no_workers_away_and_hides_nothing_of_others(pa
                 leased = await near.dequeue(there)
                 await near.queue.Ack(queue_pb2.AckRequest(org=there, acks=acks(leased)), timeout=PATIENCE_S)
                 break
-        # The streams said nothing during the outage. What they say first after it is true.
+        # The streams pushed nothing during the outage. Their first push after the outage is true.
         assert await next_of(all_orgs) is False
         assert await next_of(of_there) is False
 

@@ -218,7 +218,7 @@ async def test_no_other_database_is_taken_for_a_shard_that_holds_slots(postgres:
     try:
         async with opened(two(first, second)) as fleet:
             await up(fleet)
-            # The volume of s2 is lost.
+            # Make it look as if the volume of s2 was lost.
             await asyncio.to_thread(postgres.drop, name)
             await asyncio.to_thread(postgres.create, name, template=EMPTY)
             with pytest.raises(ShardUnavailable):
@@ -229,11 +229,11 @@ async def test_no_other_database_is_taken_for_a_shard_that_holds_slots(postgres:
             await until_refused(fleet, org, "its DSN leads to the database of no shard .* holds 8,192 slots")
             await store(fleet, near)
             assert is_empty(second), "it was only looked at"
-            # A backup is found.
+            # The case that a backup is found.
             await fleet.change(two(first, kept))
             member = await up(fleet)
             assert [one.accepted for one in await member.queue_admin.check()] == [1]
-            # No backup is found, and the operator gives up the old database.
+            # The case that no backup is found, and the operator gives up the old database.
             await fleet.change(two(first, second))
             await until(lambda: "holds 8,192 slots" in member.trouble)
             await store(fleet, org)
@@ -344,7 +344,8 @@ async def test_no_cluster_is_founded_beside_a_shard_of_another(dsns: list[str]) 
     with pytest.raises(Misconfigured, match=r"the catalog's database is empty, but shard 's2' has slots"):
         await Fleet(two(empty, second), connections_per_shard=1, sweep_s=0.2, buffer=Buffer(2**20)).run(ready)
     assert is_empty(empty)
-    # A shard that is off is not contacted; it is checked, and refused, when it is switched on.
+    # The router does not contact a shard that is off. When the shard is switched on, the router checks it, and refuses
+    # it.
     async with opened(two(empty, second, 'state = "off"')) as fleet:
         await fleet.change(two(empty, second))
         await until(lambda: "another shard of these very names" in fleet.shards()[S2].trouble)
@@ -369,8 +370,8 @@ async def test_routers_that_found_a_cluster_at_once_all_come_up(
         looks, is_founded = itertools.count(), catalog.is_founded
 
         async def founded_later(database: Database, *, cluster: str) -> bool:
-            """Simulates a process that reads the catalog just before another process founds it, and reads the shards
-            after that."""
+            """Simulates a process that reads the catalog just before another process founds the catalog, and that reads
+            the shards afterwards."""
             return next(looks) > 0 and await is_founded(database, cluster=cluster)
 
         monkeypatch.setattr(catalog, "is_founded", founded_later)
@@ -398,7 +399,7 @@ async def test_a_cluster_file_that_cannot_be_taken_up_leaves_the_shards_as_they_
                 await fleet.change(both)
         assert fleet.shards() == before
         assert await fleet.member(S1).store.get(OrgId("o"), [], include_payload=False) == []
-        # The next try takes it up.
+        # The next try succeeds.
         await fleet.change(both)
         await up(fleet)
 

@@ -82,7 +82,7 @@ async def nothing_kept() -> AsyncGenerator[None, None]:
 
 async def enqueue(channel: grpc.aio.Channel, job_id: str) -> None:
     call: Any = channel.unary_unary("/windrow.v1.Queue/Enqueue")
-    # Messages get no names here, because a raised error keeps its frame's variables alive.
+    # No variable here refers to a message, because a raised error keeps its frame's variables alive.
     await call(
         queue_pb2.EnqueueRequest(org="o", jobs=[job_message(id=job_id, queue="q", kind="k")]).SerializeToString()
     )

@@ -31,7 +31,7 @@ luck = luck_of("groups")
 @pytest.fixture
 async def databases(module_dsn: str) -> AsyncGenerator[list[Database], None]:
     """The databases of two routers."""
-    # The lock wait is long, so that no call is refused because another one is slow.
+    # The lock wait is long, so that no call is refused because another call is slow.
     opened = [Database(SHARD, module_dsn, connections=4, short_lock_wait_s=PATIENCE_S) for _ in range(2)]
     for database in opened:
         await database.open()
@@ -181,7 +181,7 @@ async def test_a_larger_k_counts_at_once_and_a_smaller_one_takes_no_lease_away(
     taken += await leased(store, org)
     assert sorted(names(taken)) == jobs[:3]
     await allow(books, org, 1)
-    # The slots above 1 are not given again.
+    # The slots above 1 are not filled again.
     by_id = {job.id: lease for job, lease in taken}
     await ack(store, org, by_id[jobs[1]], by_id[jobs[2]])
     assert await leased(store, org) == []
@@ -229,7 +229,7 @@ async def test_a_job_that_is_not_due_holds_nothing_up(store: Store, database: Da
     assert (await record_of(store, org, later)).state == "scheduled"
     ((claimed, lease),) = await leased(store, org)
     assert claimed.id == now
-    # The later job becomes due while the slot is taken: it waits, and is not leased.
+    # The later job becomes due while the group slot is taken, so this job waits and is not leased.
     assert await make_due(database, org) == 1
     assert await leased(store, org) == []
     assert (await record_of(store, org, later)).state == "ready"
@@ -474,7 +474,7 @@ async def test_a_job_that_another_session_has_locked_is_not_overtaken(
         assert await leased(store, org) == []
         await (other.commit() if commits else other.rollback())
     if not commits:
-        # A group is left to the sweep only if one session rolls back while another session commits.
+        # Only if one session rolls back while another session commits, the group's next job has to wait for a sweep.
         await store.sweep()
     assert names(await leased(store, org)) == ([jobs[2]] if commits else [jobs[1]])
 
@@ -498,7 +498,7 @@ async def test_a_sweep_fills_slots_that_were_left_free(fresh_database: Database,
     await fresh_database.run(b"UPDATE windrow.job SET visible_at = 'infinity', group_slot = NULL", {})
     await fresh_database.run(b"ALTER TABLE windrow.job ENABLE TRIGGER USER", {})
     assert await leased(store, org) == []
-    # Each sweep looks at 1,000 groups, and goes on where the sweep before ended.
+    # Each sweep looks at 1,000 groups, and continues where the previous sweep ended.
     for expected in (1_000, 2_000, 2_500, 2_500):
         await store.sweep()
         assert len(await holders(fresh_database, org)) == expected
@@ -572,7 +572,7 @@ async def test_never_more_than_k_are_leased_whatever_consumers_do(
         group.create_task(watch())
     await end_leases(databases[0], org)
     await make_due(databases[0], org)
-    # Not one group is stranded: without a sweep, consumers get all jobs.
+    # No group is stranded: without a sweep, consumers get all jobs.
     while taken := await leased(stores[0], org):
         await ack(stores[0], org, *(lease for _, lease in taken))
     rows = await databases[0].run(
@@ -596,7 +596,7 @@ async def test_a_group_keeps_its_order_and_its_bound_while_its_org_moves(pair: P
     new = some_jobs(org, group="g")
     assert await b.enqueue(new, epoch=move.epoch) == {}
     assert await leased(b, org) == []
-    # The leased job fails, and moves with its group slot: no job overtakes it.
+    # The leased job fails, and moves with its group slot, so no job overtakes it.
     assert await a.settle(Settlement.nack(org, [Nack(lease=lease, retry_after_us=0)])) == [Answer.OK]
     async with asyncio.timeout(PATIENCE_S):
         await moving

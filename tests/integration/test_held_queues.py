@@ -36,7 +36,7 @@ async def test_jobs_that_a_spent_limit_holds_back_are_neither_claimed_nor_drawn_
             await room.enqueue(org, 5, b"")
         seconds = asyncio.get_running_loop().time() - began_s
         assert recorder.count(statements.CLAIM) == claims
-        # One draw in 3 s, and the draw that found the bucket empty.
+        # At most one draw in 3 s, besides the draw that found the bucket empty.
         assert recorder.count(statements.DRAW_TOKENS) - draws <= 2 + seconds / 3
         assert sum(one.jobs for one in consumers) == 2
     finally:
@@ -54,7 +54,7 @@ async def test_claims_that_fail_or_are_cancelled_start_nothing_and_cost_nothing(
         for one in failed:
             room.end_consumer(one)
         recorder.fail_no_more()
-        # A caller goes away after its claim has been sent.
+        # A caller leaves after its claim has been sent.
         sent, goes_on = asyncio.Event(), asyncio.Event()
 
         async def wait() -> None:
@@ -100,7 +100,7 @@ async def test_idle_consumers_are_handed_jobs_only_for_tokens(recorder: Recorder
         ((seconds,),) = await recorder.run(
             b"SELECT extract(epoch FROM max(leased_at) - min(leased_at))::float8 FROM windrow.job", {}
         )
-        # The bucket gave 100 tokens at once, and the other tokens at its rate.
+        # The bucket gave 100 tokens at once, and the other 200 tokens at its rate.
         assert seconds >= 1.9
     finally:
         await room.end()

@@ -144,7 +144,7 @@ def test_each_container_starts_a_program_that_works_and_ends_in_time(
             for probe in ("startupProbe", "readinessProbe"):
                 command = [part.replace("127.0.0.1:7419", address) for part in container[probe]["exec"]["command"]]
                 until(partial(succeeds, command), f"{probe}: {command}")
-            # Run the command of the page, but for a key of all orgs, because the test uses two orgs.
+            # Run the command of the page, but create a key for all orgs, because the test uses two orgs.
             (create,) = re.findall(r"-- (windrow keys create .+)$", page(), re.MULTILINE)
             key = ran(create.replace("--org shop", "--all-orgs").split())
             assert key.returncode == 0, key.stderr
@@ -166,7 +166,7 @@ def test_a_router_has_time_to_drain_and_memory_for_its_processes(objects: list[O
     settings = tomllib.loads(config["data"]["cluster.toml"])["router"]
     container = container_of(objects, "router")
     pause_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    # The supervisor kills processes that have not ended in this time after the drain.
+    # The supervisor kills processes that have not ended within this time after the drain.
     assert pod_of(objects, "router")["terminationGracePeriodSeconds"] >= pause_s + settings["drain_seconds"] + END_S_MAX
     limit = re.fullmatch(r"(\d+)Mi", container["resources"]["limits"]["memory"])
     assert limit is not None
@@ -238,7 +238,7 @@ def test_what_an_object_names_exists(objects: list[Object]) -> None:
     assert len(found) == 8
     for name, selector in found:
         assert any(matches(selector, labels) for labels in targets), name
-    # The two policies cover every pod, and no pod twice.
+    # Each pod is covered by exactly one of the two policies.
     policies = [one["spec"]["podSelector"] for one in of(objects, "NetworkPolicy")]
     for one in of(objects, "Deployment"):
         assert sum(matches(selector, one["spec"]["template"]["metadata"]["labels"]) for selector in policies) == 1

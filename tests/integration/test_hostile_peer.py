@@ -1,5 +1,5 @@
-"""Other tests and benchmarks use the attacks of a hostile client. Here each attack does to a real router what its name
-says."""
+"""Other tests and benchmarks use the attacks of a hostile client. These tests check that each attack does to a real
+router what the attack's name says."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_a_request_whose_last_byte_never_comes_stays_open(routers: Routers
     async with open_peer(routers.address, window_bytes=65_535) as peer:
         await peer.begin(ENQUEUE, 200_000)
         assert peer.seen.request_bytes_sent == 5 + 199_999
-        # The router still answers on this connection: it only waits for the missing byte.
+        # The router still answers on this connection. It has not closed the connection, but waits for the missing byte.
         await peer.call("/windrow.v1.Queue/Nothing", b"")
         await peer.until(lambda seen: seen.statuses == {UNIMPLEMENTED: 1}, within_s=PATIENCE_S)
 

@@ -1,5 +1,5 @@
-"""Limits of jobs in flight, over gRPC: two sets of routers with two processes each. They sweep once an hour only, so
-that nothing but the end of a lease wakes a consumer."""
+"""Limits of jobs in flight, over gRPC: two sets of routers with two processes each. The routers sweep only once an
+hour, so that only the end of a lease wakes a consumer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Cluster:
     far: Routers
 
     def leased(self, org: str) -> int:
-        # Not now(): that is earlier than the snapshot, so leases that have expired would count beside their successors.
+        # Not `now()`: its time is earlier than the snapshot. So leases that have just expired would be counted,
+        # together with the leases that followed them.
         statement = """
             SELECT count(*) FROM windrow.job JOIN windrow.queue USING (queue_id)
             WHERE org = %s AND lease IS NOT NULL AND visible_at > clock_timestamp()
@@ -67,8 +68,8 @@ async def far(cluster: Cluster) -> AsyncGenerator[Client, None]:
 
 
 async def limit(cluster: Cluster, by: Client, org: str, amount: int, *, queue: str = "") -> None:
-    """Sets a limit, and returns when it is in force at each process of both routers. A connection reaches a random
-    process, so this function opens many. ListLimits puts the limits in force."""
+    """Sets a limit, and returns when it is in force at each process of both routers. Each connection reaches a random
+    process, so this function opens many connections. A ListLimits call puts the limits in force."""
     request = cluster_pb2.SetLimitRequest(org=org, queue=queue, measure=IN_FLIGHT, amount=amount)
     await by.cluster.SetLimit(request, timeout=PATIENCE_S)
     await in_force(cluster, org)
@@ -92,8 +93,8 @@ class Work:
         self.held = self.held_max = self.done = 0
 
     async def run(self, stream: Stream) -> None:
-        """Acks the jobs of a stream until cancelled. A job counts as held from its arrival until its ack is sent. This
-        time is a part of its lease."""
+        """Acks the jobs of a stream until cancelled. A job is counted as held from its arrival until its ack is sent.
+        This time lies within the job's lease."""
         seen = 0
         while True:
             jobs = (await stream.until_jobs(seen + 1))[seen:]
@@ -120,7 +121,7 @@ async def work(streams: Sequence[Stream], jobs: int) -> Work:
     return doing
 
 
-# ── How many run at a time ───────────────────────────────────────────────────────────────────────────────────────────
+# ── How many jobs are leased at a time ───────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("whole_org", [False, True])
@@ -141,10 +142,10 @@ async def test_consumers_of_all_processes_never_have_more_jobs_than_the_limit_an
             for by in (near, far):
                 await store(by, org, 3, queue=queues[at % len(queues)])
         done = await work(streams, 120)
-        # Before the streams end: the router may not read the last acks of a cancelled stream.
+        # Wait for the acks before the streams end: the router may not read the last acks of a cancelled stream.
         await until(lambda: cluster.leased(org) == 0, "all are acked")
     assert done.held_max <= 5
-    # Consumers do run side by side.
+    # Some consumers had jobs at the same time.
     assert done.held_max > 1
 
 
@@ -241,7 +242,7 @@ async def test_a_change_governs_the_jobs_that_wait(cluster: Cluster, near: Clien
         await stream.until_jobs(30)
 
 
-# ── What it tells ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── What callers are told ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_full_limit_is_the_cause_why_a_job_waits(cluster: Cluster, near: Client) -> None:

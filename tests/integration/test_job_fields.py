@@ -29,9 +29,9 @@ CHANGING = {
     *("state", "run_at", "attempt", "deadline", "worker", "leased_at", "finished_at", "result", "reason", "history"),
     "whole",
 }
-# A redriven job does not expire and has no live key, and reach_expiry changes the time.
+# A redriven job has neither an expiry nor a live key. `reach_expiry` changes the expiry of the other jobs.
 RENEWED = {"expires_at", "live_key"}
-# age_finished changes the first two.
+# `age_finished` changes the first two fields.
 AGED = {"id", "enqueued_at"} | RENEWED
 
 

@@ -87,7 +87,7 @@ async def test_the_log_of_every_attempt_is_read_by_a_client(routers: Routers) ->
         async def shows_the_attempt_under_way() -> bool:
             return (await record()).log == "attempt 2\nwaiting"
 
-        # The extend that brings the report brings the log, too.
+        # The same extend sends the report and the log.
         await until(shows_the_attempt_under_way, "the log of a leased job")
         seen.set()
         ended = await here.wait(job_id, timeout=PATIENCE_S)

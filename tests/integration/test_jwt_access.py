@@ -136,7 +136,7 @@ def answer_badly(answer: str, keys: KeyServer, routers: Routers, channel: grpc.C
     asked = keys.asked
     until(lambda: keys.asked > asked, f"the keys are fetched again: {answer}")
     until(lambda: keys.url in routers.log.read_text(), f"the answer is logged: {answer}")
-    # This is a new token of the same key, which the router does not remember.
+    # The router does not remember this token, which is a new one of the same key.
     enqueue(channel, token(OLD, sub="worker-2"))
     if answer == "a set without the key":
         until(lambda: "no longer has 'old'" in routers.log.read_text(), "the key is dropped")

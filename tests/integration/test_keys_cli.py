@@ -29,7 +29,7 @@ class Shell:
         return windrow("keys", *arguments, "--config", str(self.file))
 
     def rows(self) -> list[str]:
-        """Returns all that the database has about keys."""
+        """Returns everything that the database stores about keys."""
         with psycopg.connect(self.dsn, autocommit=True) as catalog:
             found = catalog.execute("SELECT to_jsonb(k)::text FROM windrow.api_key k ORDER BY 1").fetchall()
             (count,) = catalog.execute("SELECT revocations::text FROM windrow.catalog").fetchall()

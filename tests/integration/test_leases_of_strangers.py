@@ -128,10 +128,10 @@ def test_of_leases_of_a_forgotten_shard_is_told_what_the_shards_that_are_left_kn
         said = {way: [STALE] for way in WAYS}
         return said | others | {f"stream {way}": answers for way, answers in others.items()}
 
-    # The histories of these jobs moved with them, and say how the leases ended.
+    # The histories of these jobs have moved with the jobs, and say how the leases ended.
     assert settle(cluster.stubs, org, leases[nacked.id]) == ways(nack=[OK])
     assert settle(cluster.stubs, org, leases[left.id]) == ways(release=[OK])
-    # This job had finished, and is on the shard that is not asked any more.
+    # This job had finished, so it is still on the shard that routers no longer ask.
     assert settle(cluster.stubs, org, leases[acked.id]) == {way: [NOT_FOUND] for way in WAYS}
 
 

@@ -155,7 +155,7 @@ def test_a_batch_above_the_limit_is_refused_whole_and_is_told_that_it_can_never_
     error = refused(lambda: enqueue(cluster.near, org, some(11)))
     assert "the call has 11 and can never succeed; send at most 10 at a time" in str(error)
     assert detail(error, error_details_pb2.RetryInfo) is None
-    # The refused call has used no token.
+    # The refused call has not used any token.
     assert len(enqueue(cluster.far, org, some(10))) == 10
 
 
@@ -190,7 +190,7 @@ def test_lines_above_the_limit_go_in_calls_that_the_limit_allows(cluster: Cluste
     command = ("enqueue", org, QUEUE, "k", "--lines", "--file", str(lines), "--batch", batch)
     at = ("--address", cluster.routers.address)
     done = windrow(*command, *at)
-    # The limit has no room for more jobs within the hour. This is another refusal, after which waiting helps.
+    # The limit has no room for more jobs within the hour. This refusal differs from the first one: here waiting helps.
     assert (done.code, len(done.out.splitlines())) == (3, 20)
     assert "line 21 and those after it are not stored" in done.err
     again = windrow(*command, *at)
@@ -394,7 +394,7 @@ def test_a_changed_limit_scales_what_is_in_the_bucket(cluster: Cluster) -> None:
     cluster.limit(org, 10)
     enqueue(cluster.near, org, some(5))
     cluster.limit(org, 100)
-    # Half of the limit was in use before, and half of the new limit is in use now.
+    # Half of the old limit was used before the change, so half of the new limit is used after it.
     enqueue(cluster.far, org, some(50))
     refused(lambda: enqueue(cluster.near, org, some(1)))
     cluster.limit(org, 4)
@@ -417,7 +417,7 @@ def test_a_router_with_an_older_limit_does_not_bring_it_back(cluster: Cluster) -
     ((version,),) = cluster.sql("s1", "SELECT version FROM windrow.token_bucket WHERE org = %s", org)
     # Another router still knows a much larger limit.
     assert cluster.sql("s1", draw, org, 1, 100, 1000, DAY_S * 10**6, version - 1) == [(9, version)]
-    # Tokens that it drew before the change are not given back to the bucket of the new limit.
+    # Tokens that this router drew before the change are not given back to the bucket of the new limit.
     assert cluster.sql("s1", draw, org, -5, -5, 1000, DAY_S * 10**6, version - 1) == [(0, version)]
 
 

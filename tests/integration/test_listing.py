@@ -49,7 +49,8 @@ async def pages(books: QueueAdmin, wanted: Wanted, page_size: int = 2) -> list[l
 
 
 async def listed(books: QueueAdmin, wanted: Wanted) -> list[JobId]:
-    """Returns the jobs of all pages, because the number of jobs in a page depends on how long the search took."""
+    """Returns the jobs of all pages together, because the number of jobs in each page depends on how long the search
+    took."""
     return [one for page in await pages(books, wanted, 1000) for one in page]
 
 
@@ -202,7 +203,7 @@ async def test_a_job_that_goes_from_state_to_state_meanwhile_is_listed_once(
 async def test_a_look_that_takes_long_ends_with_what_it_has_and_the_next_one_goes_on_there(
     fresh_database: Database, fresh_books: QueueAdmin, org: OrgId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With this limit every query takes too long."""
+    """With the time limit of this test, every query takes too long."""
     ids = [*await finish_cold(fresh_database, org, days=20), *await finish_cold(fresh_database, org, days=2)]
     monkeypatch.setattr(job_pages, "_SEARCH_S_MAX", -1.0)
     found = await pages(fresh_books, Wanted(org=org), 9)
@@ -311,7 +312,7 @@ async def test_a_count_refuses_an_unknown_queue_and_a_token_of_another_list(book
 async def test_a_count_has_what_a_list_has(
     fresh_database: Database, fresh_books: QueueAdmin, org: OrgId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Each range has one job, and each part has one range.
+    # Each range has one job, and each `Part` has one range.
     monkeypatch.setattr(job_counts, "_ROWS", 1)
     monkeypatch.setattr(job_counts, "_S_MAX", 0.0)
     store = Store(fresh_database)
@@ -364,7 +365,7 @@ async def test_a_job_that_is_on_two_shards_counts_once(books: QueueAdmin, store:
     assert (part.count, len(part.ids)) == (3, 48)
     ids = sorted(part.ids[at : at + 16] for at in range(0, 48, 16))
     assert job_counts.merged([part, part]).count == 3
-    # One shard has counted only up to the second id: later ids belong to the next part.
+    # One shard has counted only up to the second id: later ids belong to the next `Part`.
     cut = Part(count=1, ids=ids[2], until=str(UUID(bytes=ids[1])))
     both = job_counts.merged([part, cut])
     assert (both.count, both.until) == (2, cut.until)
@@ -382,5 +383,6 @@ async def test_calls_about_queues_of_one_org_do_not_hold_up_those_of_another(
         ended.append(one)
 
     await asyncio.gather(*(ask(org) for _ in range(40)), ask(other_org))
-    # Only two calls of the first org may come before it: one that is under way, and one that is next.
+    # Only two calls of the first org may end before the other org's call: the call that runs now, and the call that is
+    # next.
     assert ended.index(other_org) <= 2

@@ -26,7 +26,7 @@ from tests.streams import QUEUE, Stream, client, detail, new_job, start, until, 
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 ORG = OrgId("acme")
-# With so many connections, a process gets none of them only once in a million runs.
+# With this number of connections, it happens only once in a million runs that a process gets no connection.
 STREAMS = 20
 UNAUTHENTICATED, UNAVAILABLE = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE
 
@@ -124,8 +124,8 @@ async def calls(
 async def stream(
     cluster: Cluster, token: str, name: str = QUEUE, *, reads: bool = True
 ) -> AsyncGenerator[Stream, None]:
-    """A stream over a connection of its own. If it is not read, the connection's windows stay small: otherwise gRPC may
-    enlarge them until they hold all the jobs."""
+    """A stream over a connection of its own. If the stream is not read, the connection's flow-control windows stay
+    small: otherwise gRPC may enlarge them until they hold all the jobs."""
     async with calls(cluster, token, name, *(() if reads else (("grpc.http2.bdp_probe", 0),))) as queue:
         opened = Stream(queue, reads=reads)  # type: ignore[arg-type]
         await opened.send(start=start(ORG, name, window_s=3600), credit=1000)
@@ -159,7 +159,7 @@ async def test_jobs_that_a_revoked_stream_was_not_sent_are_released_at_once(clus
     async with calls(cluster, other, "unsent") as queue:
         stored = await queue.enqueue(*[bytes(100_000)] * 100)
         async with stream(cluster, revoked, "unsent", reads=False) as unread:
-            # These are more jobs than fit into a client's windows.
+            # These jobs are more than fit into a client's flow-control windows.
             await until(lambda: queue.are_leased(60, stored), "the router took jobs that it cannot send")
             await cluster.revoke(revoked)
             taken = set[str]()
@@ -182,7 +182,7 @@ async def test_waiting_calls_of_a_revoked_key_end(cluster: Cluster) -> None:
         assert await queue.dequeue() == [job]
         waiting = [asyncio.create_task(queue.dequeue(wait_s=60)), asyncio.create_task(queue.until_ended(job))]
         await asyncio.sleep(0)
-        # Calls of one connection begin in order.
+        # Calls of one connection begin in the order in which they were sent, so the waiting calls have begun.
         assert await queue.are_leased(1, [job])
         await cluster.revoke(key)
         for call in waiting:
@@ -201,7 +201,7 @@ async def test_a_stream_ends_when_its_key_expires(cluster: Cluster) -> None:
 async def test_keys_are_replaced_under_load_without_a_failed_call(cluster: Cluster) -> None:
     current = await cluster.new_key()
     stop = asyncio.Event()
-    # For each producer the key that it has now, and how many jobs it has stored.
+    # `keys`: the key that each producer has now. `done`: how many jobs each producer has stored.
     keys, done = [""] * 4, [0] * 4
 
     async def produce(at: int) -> None:
@@ -227,7 +227,7 @@ async def test_keys_are_replaced_under_load_without_a_failed_call(cluster: Clust
             await until(lambda: holds() or any(task.done() for task in producers), "every producer goes on")
 
         for _ in range(trials(8, thorough=200)):
-            # In each of its calls a producer meets one revocation at most.
+            # During one call of a producer, at most one key is revoked.
             await until_or_failed(all_use_it)
             await until_or_failed(partial(all_went_on, list(done)))
             before, current = current, await cluster.new_key()

@@ -354,7 +354,7 @@ async def test_many_calls_for_locked_jobs_leave_others_the_connections(
 
 
 async def test_where_nothing_is_locked_nobody_looks_for_locks(recorder: Recorder, module_dsn: str, org: OrgId) -> None:
-    """The store looks for locks only after a call has met a lock, and stops when the lock was released."""
+    """The store looks for locks only after a call has met a lock, and stops when the lock has been released."""
     store = Store(recorder)
     leases = await held_by(store, org, 3)
     before = len(recorder.runs)
@@ -365,7 +365,7 @@ async def test_where_nothing_is_locked_nobody_looks_for_locks(recorder: Recorder
             await store.settle(Settlement.ack(org, leases[1:2]))
     # A second look confirms that the job is locked.
     assert recorder.count(statements.FIND_LOCKED_JOBS, since=before) == 2
-    # The store looks once more, for any job of the org.
+    # The store looks for locks once more, now for any job of the org.
     assert await store.settle(Settlement.ack(org, leases[2:])) == [OK]
     assert recorder.count(statements.FIND_LOCKED_JOBS, since=before) == 3
     assert await store.settle(Settlement.ack(org, leases[1:2])) == [OK]
@@ -377,7 +377,7 @@ async def test_a_job_that_is_deleted_while_locks_are_looked_for_is_not_locked(
 ) -> None:
     store = Store(fresh_database)
     (lease,) = await held_by(store, org)
-    # The look takes its snapshot, and then waits here before it looks at the job.
+    # The statement that looks for locks takes its snapshot, and then waits here before it looks at the job.
     await fresh_database.run(
         b"""
         CREATE OR REPLACE FUNCTION windrow.org_ids(orgs text[]) RETURNS integer[]

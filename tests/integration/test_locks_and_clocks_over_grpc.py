@@ -170,7 +170,7 @@ def test_doctor_names_the_session_that_keeps_a_row_locked(running: Running, wind
 def test_a_clock_that_was_set_back_is_reported_until_an_operator_accepts_it(running: Running, windrow: Command) -> None:
     config = str(running.routers.config)
     held = running.lease("mine")
-    # The clock is ahead, then correct again.
+    # Set the clock ahead, and then correct it.
     running.clock.set(timedelta(hours=2))
     until(lambda: time_is_recorded(running, hours=1), "the router has recorded the time")
     running.clock.set(timedelta(0))

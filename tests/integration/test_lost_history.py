@@ -1,5 +1,5 @@
-"""A shard whose database has gone back in time is refused until an operator accepts that. Its stray jobs are then moved
-to where their orgs live, and none runs twice."""
+"""A shard whose database has gone back in time is refused until an operator accepts the loss of history. Then the stray
+jobs of the shard are moved to where their orgs live, and no job runs twice."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def confirmed_mark(catalog_dsn: str, shard: str = "s2") -> int:
 
 
 async def mark(catalog_dsn: str, shard_dsn: str) -> None:
-    """Writes a mark, as routers do, that covers everything done on s2 until now."""
+    """Writes a mark as routers do. The mark covers everything that was done on s2 until now."""
     async with connected({A: catalog_dsn, B: shard_dsn}) as databases:
         await marks.mark(databases[B], databases[A])
 
@@ -159,7 +159,7 @@ async def test_a_router_that_learns_of_a_mark_late_refuses_the_shard_then(spare_
         await store(fleet, org)
         await mark(spare_dsn, backups.dsn)
         with psycopg.connect(spare_dsn) as connection:
-            # Another router confirmed this just before the shard went back in time.
+            # Another router confirmed this mark just before the shard went back in time.
             connection.execute(
                 "UPDATE windrow.shard SET mark = mark + 5, mark_token = gen_random_uuid() WHERE shard = 's2'"
             )
@@ -217,7 +217,7 @@ async def test_routers_mark_a_shard_that_they_change_and_no_other(
         await member.room.sweep()
         await member._mark()
         assert made == []
-        # Changes by operators count too.
+        # A change by an operator needs a mark too.
         await member.queue_admin.create_queue(org, QUEUE, QueueSettings(max_attempts=3))
         await until(lambda: made)
 
@@ -299,7 +299,7 @@ async def recovery_mover(catalog_database: Database, databases: Mapping[ShardNam
     await Mover(catalog_database, databases, move.epoch, pace=pace, report=lambda _: None).finish()
 
 
-# ── Around a move ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Losses around a move ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_backup_from_before_a_move_is_refused_though_nothing_else_was_done_since(
@@ -319,7 +319,7 @@ async def test_a_backup_from_before_a_move_is_refused_though_nothing_else_was_do
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """The jobs that s2 had at the time of the backup, by what becomes of them."""
+    """The jobs that s2 had at the time of the backup, grouped by what happens to them after the restore."""
 
     ids: dict[str, JobId]
     # The epochs of the move to s2 and of the move back.
@@ -352,7 +352,7 @@ async def go_back_in_time(dsn: str, backups: Backups, org: OrgId) -> Gone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Databases of both shards, which are only copied."""
+    """Databases of both shards. Tests use only copies of them."""
 
     server: Server
     names: tuple[str, str]
@@ -374,7 +374,8 @@ LOST_ORG = OrgId("lost-org")
 
 @pytest.fixture(scope="module")
 def gone(postgres: Server, template: str) -> Iterator[tuple[Gone, Snapshot]]:
-    """s2 has gone back in time. To get there takes far longer than a copy, so it is done once."""
+    """s2 has gone back in time. The test module makes this state once and copies it, because a copy takes far less
+    time."""
     made = Snapshot(server=postgres, names=("history_first", "history_second"))
     first, second = made.names
     backups = Backups(server=postgres, name=second)
@@ -635,7 +636,7 @@ async def test_jobs_that_were_known_at_home_have_one_record_each_when_their_org_
 async def test_jobs_that_finish_while_they_are_being_brought_home_are_not_brought(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The jobs reach the org's shard and finish there after the recovery has asked that shard about them."""
+    """The jobs reach the org's shard and finish there. Before that, the recovery has asked that shard about them."""
     org = LOST_ORG
     await run(pair)
     jobs = some_jobs(org, 2)
@@ -691,7 +692,7 @@ async def test_jobs_under_a_lease_wait_until_it_ends_and_old_ones_until_it_is_as
 
 
 async def test_jobs_of_an_org_that_was_pinned_elsewhere_since_go_there(pair: Pair) -> None:
-    """The restored shard only knows the org by its hash slot."""
+    """The restored shard knows the org only in its hash slot."""
     org = LOST_ORG
     pinned = OrgId(f"{org}-pinned")
     await enqueue(pair, some_jobs(pinned))
@@ -720,7 +721,7 @@ async def test_jobs_of_an_org_that_was_pinned_elsewhere_since_go_there(pair: Pai
 
 
 async def test_no_slot_moves_to_a_shard_that_has_stray_jobs_of_it(pair: Pair) -> None:
-    """The stray jobs would be claimed there, although they may have run elsewhere."""
+    """Otherwise the stray jobs would be claimed on that shard, although they may have run on another shard."""
     org = LOST_ORG
     await pins.pin(pair.catalog, org, OnShard(B))
     text = f'[cluster]\nname = "{CLUSTER}"\n'
@@ -881,7 +882,7 @@ async def test_jobs_that_had_left_a_restored_shard_do_not_run_there_again_when_t
             await pair.mover(move).finish()
         assert await pair.placement(org) == ((B,), (B,))
         ((job, lease),) = await lease_jobs(pair.store(B), org, queue="ready", max_jobs=9)
-        # A copy that had arrived on s2 again is lost, and the backup's copy is the only one.
+        # If a copy of the job had arrived on s2 again, this copy is lost. The backup has the only copy.
         assert job.id == ids["ready"]
         for _ in range(2):
             assert await pair.store(B).settle(Settlement.ack(org, [lease])) == [Answer.OK]
@@ -931,7 +932,7 @@ async def test_the_list_names_each_job_once_and_says_what_becomes_of_it(
         came = [one async for page in found.came() for one in page]
         slot = (await catalog.read(databases[A])).slot(org)
         await recovery.accept(loss, databases, databases[A], cluster=CLUSTER)
-    # The copy that went to s1 and came back is lost, so the backup's copy is the only one.
+    # The copy of the job that went to s1 and came back is lost, so the backup has the only copy.
     fate, known_on = (differences.Fate.MAY_RUN_AGAIN, None) if is_back else (differences.Fate.DELETED, A)
     assert {(job.id, job.queue, job.state, job.fate, job.known_on) for job in jobs} == {
         (ids["acked"], "acked", "ready", differences.Fate.DELETED, A),

@@ -64,7 +64,7 @@ def run_jobs(routers: Routers, org: str, connections: int) -> None:
             leases = [job.lease for job in leased]
             acks = [queue_pb2.Ack(lease=lease) for lease in leases]
             both.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks), timeout=PATIENCE_S)
-            # The leases have ended.
+            # The leases have ended, so the release comes too late.
             both.queue.Release(queue_pb2.ReleaseRequest(org=org, leases=leases), timeout=PATIENCE_S)
 
 

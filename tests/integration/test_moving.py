@@ -1,4 +1,5 @@
-"""Slots move between two databases: with jobs in every state, while balancers die, and while work continues (I1–I6)."""
+"""Slots move between two databases: with jobs in every state, while balancers die, and while producers and consumers
+continue (I1–I6)."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ FINISHED = {"done", "cancelled"}
 
 
 def told(record: JobRecord) -> JobRecord:
-    """Returns what any reader may see of a job, whether or not it has noticed that a lease ended."""
+    """Returns the record as it looks to a reader who has noticed every end of a lease, so that all readers' records can
+    be compared."""
     unseen = record.state == "ready" and record.worker is not None
     history = [(a.attempt, a.worker, a.leased_at, a.ended_at, a.outcome.value, a.failure) for a in record.attempts()]
     record = record._replace(history=json.dumps(history))
@@ -96,8 +98,8 @@ def told(record: JobRecord) -> JobRecord:
 async def assert_all_there(
     pair: Pair, org: OrgId, before: dict[tuple[ShardName, JobId], JobRecord], at: ShardName, finished_at: ShardName
 ) -> None:
-    """Asserts that every job is unchanged and on exactly one shard, and that live and dead jobs are where they
-    moved."""
+    """Asserts that every job is unchanged and on exactly one shard. Asserts that live and dead jobs are on the shard to
+    which they moved."""
     found = await pair.jobs(org, [job for _, job in before])
     assert len(found) == len(before)
     for (_, job), record in before.items():
@@ -123,7 +125,8 @@ async def take_steps(pair: Pair, move: Move, count: int) -> None:
 async def test_a_move_is_finished_by_another_balancer_wherever_the_first_one_died(
     pair: Pair, org: OrgId, how: str
 ) -> None:
-    """The org moves there and back. Each time the first balancer gets further."""
+    """The org moves to the other shard and back, again and again. In each move the first balancer dies at a later
+    act."""
     home, away, epoch = A, B, 1
     for at in deaths(how):
         before = await pair.jobs(org, list((await populate(pair, home, org, epoch=epoch)).values()))
@@ -133,7 +136,7 @@ async def test_a_move_is_finished_by_another_balancer_wherever_the_first_one_die
             try:
                 await asyncio.create_task(mover.finish())
             except (Died, ShardUnavailable, asyncio.CancelledError):
-                # An operator checks the books before the move goes on.
+                # An operator checks the books before the move continues.
                 await pair.balance()
         if fate.acts < at:
             assert at > 15, fate.names
@@ -208,7 +211,7 @@ async def test_balancers_that_work_at_the_same_time_do_no_harm(pair: Pair, org: 
 
 
 async def test_a_step_that_comes_late_changes_nothing(pair: Pair, org: OrgId) -> None:
-    """Each step of the first two moves is run again later, by a process that was frozen in between."""
+    """Each step of the first two moves is run again later, as by a process that was frozen for a while."""
     made = await populate(pair, A, org)
     slots = [slot_of(org)]
     planned = await pair.known()
@@ -259,7 +262,7 @@ async def test_a_step_that_comes_late_changes_nothing(pair: Pair, org: OrgId) ->
         for shard in (A, B):
             await catalog.grant_slots(pair.databases[shard], planned)
     assert await catalog.begin_move(pair.catalog, planned, slots, target=B) is None
-    # Steps of the third move that are done already, or that have another number.
+    # These steps of the third move have been done already, or have another number.
     assert not await move_steps.export_chunk(
         pair.databases[A], {slots[0]: 1}, epoch=third.epoch, rows_max=9, bytes_max=9999
     )
@@ -287,8 +290,8 @@ async def test_what_comes_late_when_the_next_move_has_only_begun_changes_nothing
     begun = await pair.known()
     await catalog.switch_writer(pair.catalog, first)
     assert await pair.known() == begun
-    # A router that starts tells the shards only about slots at rest. If it told them about this slot, the source could
-    # not close the slot.
+    # A router that starts tells the shards only about slots that are not being moved. If it told them about this slot,
+    # the source could not close the slot.
     for shard in (A, B):
         await catalog.grant_slots(pair.databases[shard], begun)
     for shard in (A, B):
@@ -441,7 +444,7 @@ async def test_the_balancer_that_finds_jobs_already_imported_announces_them(pair
         pair.databases[A], {move.slots[0]: 1}, epoch=move.epoch, rows_max=9, bytes_max=10**6
     )
     departed = await move_steps.read_exported(pair.databases[A], move.slots, epoch=move.epoch)
-    # The process that does this dies afterwards.
+    # The process that takes this step dies afterwards.
     assert await move_steps.import_chunk(pair.databases[B], departed, epoch=move.epoch) == set(move.slots)
     fate = Fate(at=0, how="")
     async with mortal_mover(pair, move, fate) as mover:
@@ -485,7 +488,7 @@ async def test_nothing_moves_when_a_shard_knows_of_a_later_epoch_than_the_catalo
 async def test_nothing_moves_when_a_shard_has_forgotten_chunks(pair: Pair, org: OrgId, restored: ShardName) -> None:
     await pair.store(A).enqueue(some_jobs(org, 9))
     move = await pair.begin([org], target=B)
-    # The move has begun. These steps close, open and switch.
+    # The move has begun. The next steps are close, open and switch.
     await take_steps(pair, move, 3)
     change = b"UPDATE windrow.owned_slot SET chunk = %(chunk)s WHERE slot = %(slot)s"
     for shard in (A, B):
@@ -695,7 +698,7 @@ async def test_a_configuration_is_changed_on_its_writer_alone_and_on_the_source_
     await timemachine.end_leases(pair.databases[A], org)
     await pair.mover(move).finish()
     back = await pair.move([org], target=A)
-    # A change for the first move comes late, to a shard that is not a source any more.
+    # A change that was meant for the first move comes late, to a shard that is no longer the source.
     with pytest.raises(NotOwned):
         await a.alter_queue(org, QUEUE, PAUSED, epoch=move.epoch, draining=True)
     assert not (await a.get_queue(org, QUEUE)).settings.paused
@@ -780,7 +783,7 @@ async def test_while_an_org_moves_its_trial_on_the_source_is_the_only_one(pair: 
     assert await lease_jobs(target, org) == []
     assert await source.settle(Settlement.ack(org, [trial])) == [Answer.OK]
     await mover.finish()
-    # The target does not know how that trial ended, and begins another one.
+    # The target does not know how the trial on the source ended, and begins another trial.
     await target.sweep()
     assert len(await lease_jobs(target, org)) == 1
     await pair.balance()

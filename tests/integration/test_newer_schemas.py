@@ -104,7 +104,7 @@ def test_a_router_that_runs_stops_using_a_shard_that_a_newer_release_has_migrate
     assert running.shards()["s1"].reachable
     # After an upgrade a router can use the shard again.
     assert asyncio.run(enqueue_upgraded(running.routers.config, there)) == {}
-    # So can the old release, if the schema is restored, as from a backup.
+    # If the schema is restored, as from a backup, a router of the old release can use the shard again too.
     running.sql("s2", b"DELETE FROM windrow.migration WHERE number = 9000")
     until(lambda: running.enqueue(there) == "", "the shard is used again")
     until(lambda: running.shards()["s2"].reachable, "`windrow shards` says so")

@@ -68,7 +68,7 @@ async def listed(
         wanted = WantedOrgs(search, sort, max_age_us)
         orgs, more = await books.list_orgs(wanted, after=after, page_size=page_size)
         found += orgs
-        # Later pages are of the same count.
+        # Later pages use the same count.
         max_age_us = MINUTE
         if orgs:
             after = Place(orgs[-1].figure(sort), orgs[-1].org)
@@ -114,8 +114,8 @@ async def test_the_jobs_are_counted_again_only_when_the_count_is_too_old(
     assert [counts(one) for one in await listed(fresh_books)] == [(org, 4, 3, 0, 0)]
     await fresh_books.purge_queue(org, some_jobs(org).queues[0], limit=100, include_dead=True)
     assert [counts(one) for one in await listed(fresh_books)] == [(org, 0, 0, 0, 0)]
-    # A count needs the row of the last count, and waits for the session that holds this row. After that there is
-    # nothing left to count.
+    # A count needs the row of the last count, so it waits for the session that holds this row. When the wait ends, the
+    # last count is young enough, so nothing is counted again.
     two = await asyncio.gather(*(org_figures.count(fresh_books._database, max_age_us=MINUTE) for _ in range(2)))
     assert two == [None, None]
 
@@ -128,13 +128,13 @@ async def test_rates_are_of_the_jobs_stored_and_ended_between_two_counts(
     await populate(store, idle, ready=3)
     await populate(store, busy, ready=5)
     assert {(one.enqueued_per_1000_s, one.rates_over_us) for one in await listed(fresh_books)} == {(0, None)}
-    # All jobs of one org finish, so that it has no live jobs any more. A dead job does not count here.
+    # All jobs of one org finish, so the org has no live jobs any more. Its dead job is not live.
     leases = [lease for _, lease in await lease_jobs(store, busy)]
     await store.settle(Settlement.ack(busy, leases))
     await populate(store, busy, dead=1)
     await store.enqueue(gone := some_jobs(busy, 4))
     await store.cancel(busy, ids_of(gone), reason="")
-    # The list in the order of rates does not count the jobs again.
+    # A list that is sorted by rates does not count the jobs again.
     first, second = (
         await listed(fresh_books, OrgSort.BACKLOG),
         await listed(fresh_books, OrgSort.RATE, max_age_us=MINUTE),
@@ -184,7 +184,7 @@ async def test_a_count_that_waited_for_another_does_not_count_again(
 async def test_a_count_of_a_clock_that_was_set_back_since_is_not_used(
     fresh_database: Database, fresh_books: QueueAdmin, org: OrgId
 ) -> None:
-    """Otherwise the figures would not change until the clock has reached that time again."""
+    """If the count were used, the figures would not change until the clock has reached the time of the count again."""
     await listed(fresh_books)
     await fresh_database.run(
         b"UPDATE windrow.org_figures_counted SET at = at + interval '1 hour', accepted_at = at + interval '1 hour'", {}
@@ -208,7 +208,7 @@ async def test_an_org_that_moves_is_on_both_shards_and_afterwards_only_where_it_
     move = await pair.begin([org], target=B)
     assert slot_of(org) in {slot for slot, place in enumerate((await pair.known()).slots) if len(place.reads) > 1}
     assert org in {one.org for one in await listed(pair.books[A])}
-    # The leased job stays until its lease ends, and the move would wait for that. Give the job back.
+    # Give the leased job back: otherwise the move would wait until the lease ends.
     await pair.databases[A].run(
         b"UPDATE windrow.job SET lease = NULL, leased_at = NULL, worker = NULL, visible_at = run_at", {}
     )

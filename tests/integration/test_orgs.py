@@ -1,4 +1,4 @@
-"""One org's history on all shards that have some of it: its own retention, legal hold, erasure."""
+"""One org's history, on all shards that have jobs of the org: its own retention, legal hold, erasure."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ async def test_what_has_finished_is_kept_as_its_queues_say_now_by_command_hot_or
     assert await retentions(database, other_org) == [("cold", 30)] * 4
     await assert_balanced(database)
     assert await orgs.apply_to_past(field.cluster, org, say=print) == 0
-    # Jobs whose time is over are dropped by the next pass.
+    # The next pass drops the jobs whose retention is over.
     await keep(field, org, 1)
     await orgs.apply_to_past(field.cluster, org, say=print)
     assert [aged.jobs for aged in (await pass_once(field)).dropped] == [3]
@@ -227,7 +227,7 @@ async def test_finished_jobs_of_workflows_that_are_kept_otherwise_do_not_end_aga
     flow = await flows.start({"a": [], "b": ["a"], "c": ["a"]}, callbacks={"done": Callback.END})
     await flows.run_all()
     assert await flows.state(flow) == "succeeded"
-    # A shard that a slot has left still has finished jobs, and folds nothing.
+    # A shard that the slot has left still has finished jobs of the org, but folds no workflow.
     await database.run(b"UPDATE windrow.owned_slot SET state = %(state)s", {"state": state})
     appended = (
         b"SELECT (SELECT last_value FROM windrow.workflow_arrival_number_seq), count(*) FROM windrow.workflow_arrival"
@@ -371,7 +371,7 @@ async def test_a_hold_that_is_put_at_the_last_moment_before_a_day_is_dropped_hol
     held = asyncio.Event()
 
     async def wait(connection: object) -> None:
-        # By now the drop has looked for jobs of held orgs, and has found none.
+        # At this moment the drop has looked for jobs of orgs under legal hold, and has found none.
         if not held.is_set():
             held.set()
             await hold(field, org)
@@ -452,8 +452,8 @@ async def test_jobs_of_a_held_org_that_join_a_day_at_the_last_moment_are_not_dro
         await real(connection)
         if not joined:
             joined = True
-            # Another archiver makes the late jobs join the day, after the drop has taken the jobs of held orgs out of
-            # it.
+            # Another archiver adds the late jobs to the day. Before that, the drop has moved the jobs of held orgs out
+            # of the day.
             await turn_cold(other, late)
 
     other = Database(A, field.dsns[A], connections=1, may_scan=True)
@@ -498,7 +498,7 @@ async def test_a_hold_of_an_org_that_no_shard_has_says_so(field: Field, org: Org
 
 async def fill(field: Field, org: OrgId, *, many: int = 1) -> list[JobId]:
     """Stores jobs of an org in every place on both shards, as if the org had lived on the other shard before. Returns
-    the ids of the jobs on the first shard, without the `many` jobs that are only there to be counted."""
+    the ids of the jobs on the first shard, without the `many` jobs that are stored only to raise the count."""
     await field.databases[B].run(
         b"INSERT INTO windrow.owned_slot (slot, state, epoch) VALUES (%(slot)s, 'owned', 1)", {"slot": slot_of(org)}
     )
@@ -528,7 +528,7 @@ async def fill(field: Field, org: OrgId, *, many: int = 1) -> list[JobId]:
         await lease_jobs(store, org)
         await store.enqueue(waiting)
         ids += [*ids_of(dying), *ids_of(leased), *ids_of(waiting)]
-    # Turns past days cold, and drops jobs with a short retention except for their ids.
+    # Turns past days cold, and drops jobs with a short retention. The ids of the dropped jobs stay.
     await service.archive_once(field.cluster, stop=asyncio.Event())
     return ids
 
@@ -608,7 +608,7 @@ async def test_of_an_org_that_is_erased_nothing_is_left_anywhere_and_others_have
 ) -> None:
     gone, kept, place = OrgId(f"{org}-erased"), other_org, tmp_path / "exports"
     field.write(f"[archiver]\nexport = '{place}'\n", s1={}, s2={})
-    # There are jobs in four places.
+    # The org has jobs in four places.
     each = trials(8, thorough=200_000) // 4
     ids = await fill(field, gone, many=each)
     await fill(field, kept)
@@ -741,7 +741,7 @@ async def test_an_erasure_that_ends_is_counted_also_if_the_pass_leaves_other_wor
     await database.run(statements.INSERT_NAMES, {**names, "slots": arrays.numbers([slot_of(org)])})
     await database.run(statements.INSERT_QUEUES, {**names, "relisted": True})
     assert await erasure.begin(database, org, erasure="0198c0de-0000-7000-8000-000000000005")
-    # Another step finds something to do, and no step has time to be repeated.
+    # Another step of the pass has work too, and the pass has no time to repeat a step.
     await database.run(b"INSERT INTO windrow.dedup VALUES (0, 'old', gen_random_uuid(), now() - interval '1 day')", {})
     monkeypatch.setattr("archiver.run._PASS_S_MAX", -1.0)
     done = await pass_once(field)
@@ -774,7 +774,7 @@ async def test_a_pinned_org_keeps_its_slot_when_it_is_erased_and_its_next_job_is
     assert [one.live for one in receipt.shards[A]] == [1]
     rows = await field.databases[A].run(b"SELECT slot FROM windrow.org WHERE org = %(org)s", {"org": org})
     assert rows == [(pin.slot,)]
-    # Its hash slot may be on either shard by now.
+    # The org's hash slot may be on either shard by now.
     await field.databases[A].run(
         b"UPDATE windrow.owned_slot SET state = 'draining' WHERE slot = %(slot)s", {"slot": slot_of(org)}
     )
@@ -849,7 +849,7 @@ async def test_an_org_under_legal_hold_or_on_its_way_is_not_erased(
     with pytest.raises(OrgMoves, match="from shard 's1' to 's2'"):
         await orgs.erase(field.cluster, org, say=print)
     assert await field.count_jobs(A) == 1
-    # The org goes on as it was.
+    # The org's policies and weight are as before.
     assert await orgs.read(field.cluster) == [org_policies.Policy(org, 7)]
     assert (await weights.read(field.catalog)).of == {org: 2.0}
 
@@ -905,7 +905,7 @@ async def test_an_erasure_of_another_org_ends_one_that_was_interrupted_and_leave
     assert [one.live for one in receipt.shards[A]] == [1, 1]
     assert await erasure.unfinished(database) == []
     assert (receipt.files, exported(place, org)) == ([], 2)
-    # The command of the org itself still finds them.
+    # The command that erases the org still finds these files.
     assert [one.rows for one in (await orgs.erase(field.cluster, org, say=print)).files] == [2]
     assert exported(place, org) == 0
 

@@ -45,7 +45,7 @@ async def router() -> AsyncIterator[FakeRouter]:
 
 @pytest.fixture
 async def client(router: FakeRouter) -> AsyncIterator[Client]:
-    """A client with a long timeout. A test that waits until this timeout is over fails."""
+    """A client with a long timeout. A test that needs this timeout to end fails."""
     async with Client(router.address, org="acme", timeout=600, try_timeout=600) as made:
         yield made
 
@@ -166,7 +166,7 @@ async def test_an_outage_is_told_once_though_a_standby_lets_connect(
 
 
 async def test_another_error_of_the_database_ends_a_relay(client: Client, empty_dsn: str) -> None:
-    """There is no outbox table here, and waiting does not create one."""
+    """This database has no outbox table. To wait for the table would not help."""
     with pytest.raises(psycopg.errors.UndefinedTable):
         await outbox.Relay(empty_dsn, client).run()
 
@@ -270,7 +270,7 @@ async def test_no_org_waits_for_one_whose_call_hangs_for_longer_than_the_first_p
         assert "slow" not in [org for org, _ in client.sent]
         back.set()
         await until_left(app, slow)
-        # The org is no longer slow: its next call has the first patience again.
+        # The org is no longer slow, so its next call has the initial timeout again.
         await until_left(app, await outbox.add(app, "slow", NewJob("q", "k")))
     assert [timeout for org, timeout in client.sent if org == "slow"] == [2.0, 1.0]
 

@@ -219,7 +219,7 @@ async def test_pinning_alone_changes_nothing_for_routers_old_and_new(pair: Pair,
         assert await send(pair, known, jobs) == {0: ids_of(jobs)[0]}
         assert await send(pair, known, some_jobs(org, 1, dedup_keys=["k"])) == {0: ids_of(jobs)[0]}
         assert await send(pair, known, some_jobs(org, 1, queue=f"new-{known.epoch}")) == {}
-    # A router that starts now, and tells the shard of the slot, changes nothing either.
+    # A router that starts now tells the shard about the slot, which changes nothing either.
     await catalog.grant_slots(pair.databases[A], new)
     for known in (old, new):
         assert await send(pair, known, jobs) == {0: ids_of(jobs)[0]}
@@ -378,7 +378,7 @@ async def test_an_org_that_gets_its_own_slot_while_another_is_erased_holds_up_no
         await erasing.execute(NO_HURRY)
         adopting = asyncio.create_task(pins.adopt(pair.databases[A], [pin]))
         await until_blocked(pair.databases[A])
-        # It waits for the slots, and has not locked the queues yet.
+        # The transaction waits for the slots, and has not locked the queues yet.
         await erasing.execute(statements.LOCK_QUEUES, prepare=False)
     assert await adopting
     assert await slots_there(pair, A, org) == (pin.slot, {pin.slot})
@@ -418,7 +418,7 @@ async def test_what_is_told_a_shard_late_changes_nothing(pair: Pair, org: OrgId)
     for target in (B, A, B):
         await pair.move([org], target=target)
         before = await look()
-        # The check before the step would find nothing to do, so the test also runs the step alone.
+        # The check before the step finds nothing to do, so the test also runs the step without the check.
         assert await pins.adopt(pair.databases[A], [pin])
         named = {"orgs": arrays.texts([org]), "slots": arrays.numbers([pin.slot])}
         async with pair.databases[A].transaction() as connection:
@@ -437,8 +437,8 @@ async def test_what_is_told_a_shard_late_changes_nothing(pair: Pair, org: OrgId)
 async def test_an_org_is_settled_by_another_balancer_wherever_the_first_one_died(
     pair: Pair, org: OrgId, how: str
 ) -> None:
-    """The first balancer stops before the close, each time at a later act. After the close, the move is like any other.
-    One org moves, and another org stays while its hash slot moves."""
+    """The first balancer stops before the close, each time at a later act. After the close, the move is like any other
+    move. One pinned org moves. Another pinned org stays while its hash slot moves."""
     # The hash slots that are on the second shard now.
     moved: set[Slot] = set()
     for at in deaths(how):
@@ -476,7 +476,8 @@ async def test_an_org_is_settled_by_another_balancer_wherever_the_first_one_died
                 await send(pair, old, some_jobs(one, 1))
         await pair.balance()
         if fate.acts < at:
-            # One transaction adopts the org, before the target is told anything. The other transaction closes the slot.
+            # There are two transactions. One adopts the org, before the target is told anything. The other closes the
+            # slot.
             assert fate.names.count("transaction") == 2
             assert (
                 fate.names.index("find_unadopted") < fate.names.index("transaction") < fate.names.index("read_queues")
@@ -485,7 +486,7 @@ async def test_an_org_is_settled_by_another_balancer_wherever_the_first_one_died
 
 
 async def test_ids_and_keys_from_before_the_pin_are_known_after(pair: Pair, org: OrgId) -> None:
-    """This holds on every shard where the org has ever lived, pinned or not."""
+    """The ids and keys are known on every shard where the org has ever lived, pinned or not."""
     sent: dict[str, NewJobs] = {}
 
     async def live_on(name: str) -> None:

@@ -63,7 +63,7 @@ from tests.jobs import HOUR_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
 from tests.recorder import Recorder, Run
 from tests.timemachine import NO_HURRY, make_day, pass_time
 
-# How many queues one org has, and how many each of three more orgs has.
+# How many queues one org has, and how many queues each of three more orgs has.
 QUEUES_OF_ORG, QUEUES_OF_OTHERS = 200, 100
 QUEUES = QUEUES_OF_ORG + 3 * QUEUES_OF_OTHERS
 ROWS = 100_000
@@ -228,7 +228,7 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
     jobs = some_jobs(org, BATCH, queue="queue-7", dedup_keys=[f"key-{n}" for n in range(BATCH)])
     await store.enqueue(jobs)
     enqueue = recorder.last(queue_statements.ENQUEUE)
-    # New ids: with the same ids the jobs would be duplicates, and the plan would be another one.
+    # These jobs have new ids: with the same ids they would be duplicates, and the plan would differ.
     fresh = {
         "ids": "{" + ",".join(job_id() for _ in range(BATCH)) + "}",
         "dedup_keys": [f"new-{n}" for n in range(BATCH)],
@@ -313,9 +313,9 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
 
 
 async def record_moving(recorder: Recorder, store: Store, *, others: list[OrgId]) -> dict[str, Run]:
-    """Records the statements of a move. A chunk leaves a slot and arrives in another one, as if that slot were on
-    another shard. A second chunk has departed. The other jobs, half of them dead, may follow. The slot has no job of
-    `others`."""
+    """Records the statements of a move. A chunk leaves a slot and arrives in another slot, as if that other slot were
+    on another shard. A second chunk has departed. The other jobs of the first slot, half of them dead, have not
+    departed yet. The first slot has no job of `others`."""
     taken = {slot_of(other) for other in others}
     names = (OrgId(f"moving-{number}") for number in itertools.count())
     org = next(name for name in names if slot_of(name) not in taken)
@@ -369,7 +369,8 @@ async def lease_of_several(store: Store, org: OrgId) -> _LeaseColumns:
 
 
 async def claim_together(recorder: Recorder, store: Store, org: OrgId) -> Run:
-    """Claims for many takers in one statement. They want one batch of jobs, from groups of two queues, of four orgs."""
+    """Claims for many takers in one statement. Together the takers want one batch of jobs, from groups of two queues,
+    of four orgs."""
     orgs = [org, *others_of(org)]
     wishes = [1 + (taker < BATCH - TAKERS) for taker in range(TAKERS)]
     groups = [
@@ -446,7 +447,7 @@ PAGES_A_JOB = {
     "import_chunk": 40,
     "delete_exported": 25,
     "count_remaining": 25,
-    # These two are counted in lanes and not in jobs: a queue has nine lanes.
+    # The bounds of these two statements count lanes, not jobs: a queue has nine lanes.
     "sweep": 9,
     "probe of all queues": 9,
 }
@@ -469,7 +470,7 @@ def assert_bounded(name: str, plan: Plan) -> None:
 
 
 async def nothing(_: Recorder, __: OrgId) -> None:
-    """Leaves the tables without statistics, as in a fresh database."""
+    """Leaves the tables without statistics, as in a new database."""
 
 
 async def analyze_when_full(recorder: Recorder, org: OrgId) -> None:
@@ -479,7 +480,7 @@ async def analyze_when_full(recorder: Recorder, org: OrgId) -> None:
 
 async def vacuum_when_empty(recorder: Recorder, org: OrgId) -> None:
     """Vacuums a drained queue, as autovacuum does. Until the next vacuum, Postgres then believes that the table is
-    empty, however long the table becomes."""
+    empty, even when the table has become large."""
     store = Store(recorder)
     await store.enqueue(some_jobs(org, BATCH, queue="queue-7"))
     held = leases(await lease_jobs(store, org, queue="queue-7"))
@@ -541,7 +542,7 @@ async def test_a_call_by_id_reads_no_row_of_another_org_so_its_time_does_not_tel
     held = leases(await lease_jobs(store, owner, queue="queue-2", max_jobs=BATCH))
     await store.settle(Settlement.ack(owner, held, [None] * BATCH))
     theirs = [*ids_of(waiting), *ids_of(dead), *ids_of(finished)]
-    # Ids that stand next to those of the other org in each index.
+    # Ids that are next to the ids of the other org in each index.
     unknown = [JobId(one[:-1] + ("0" if one[-1] != "0" else "1")) for one in theirs]
 
     async def runs_for(ids: list[JobId]) -> dict[str, Run]:
@@ -637,7 +638,8 @@ FROM generate_series(1, %(rows)s) AS n,
     LATERAL (SELECT CASE WHEN n %% 5 = 0 THEN n + 3600000000 ELSE n - 3600000000 END AS in_us) later,
     LATERAL (SELECT now() + later.in_us * interval '1 us' AS at) due
 """
-# How many rows each statement may read: those that it counts, and those with the same time as one of these.
+# How many rows each statement may read: the rows that it counts, and rows with the same time as one of the counted
+# rows.
 ROWS_EXPLAINED = {"explain_job": 2 * COUNTED_MAX + 10, "explain_queue": COUNTED_MAX + 9 * 100 + 20}
 
 
@@ -679,7 +681,7 @@ async def assert_read(when: str, connection: Connection, runs: Mapping[str, Run]
         assert not [node for node in plan.nodes() if node["Node Type"] == "Seq Scan"], plan.root
         assert plan.indexes() <= {
             *("job_ready", "job_id", "departing_id", "dead_by_death", "consumer_seen_pkey", "queue_org_queue_key"),
-            # This index tells that no job waits for a slot of its group.
+            # By this index the statement finds out that no job waits for a slot of its group.
             "job_group_waits",
         }
         assert COUNTED_MAX < rows <= ROWS_EXPLAINED[name], plan.root
@@ -699,7 +701,7 @@ SELECT
     CASE WHEN n %% 2 = 0 THEN 'large' ELSE 'g' || n %% 100000 END
 FROM generate_series(1, %(rows)s) AS n
 """
-# Jobs of the same groups that are not due.
+# Jobs of the same groups; these jobs are not due.
 FILL_GROUPS_LATER = b"""
 INSERT INTO windrow.job (id, queue_id, run_at, visible_at, priority, kind, payload, group_key)
 SELECT
@@ -708,7 +710,7 @@ SELECT
 FROM generate_series(1, %(rows)s) AS n
 CROSS JOIN LATERAL (SELECT now() + interval '1 hour' + n * interval '1 us' AS at) later
 """
-# How many jobs one group has. 50,000 other groups together have as many.
+# How many jobs one group has. 50,000 other groups together have the same number of jobs.
 DEEP_GROUP = 200_000
 
 
@@ -785,7 +787,7 @@ async def test_to_fill_a_slot_or_to_explain_a_group_a_few_rows_are_read(
     assert pages["sweep"] < 30 * QUEUES
     assert pages["explain_group"] <= 3 * COUNTED_MAX
     assert pages["explain_queue"] <= 3 * COUNTED_MAX
-    # The sweep finds 1,000 groups: each takes one lookup, and another one for its slots.
+    # The sweep finds 1,000 groups. Each group takes one lookup, and a second lookup for its slots.
     assert pages["find_waiting_groups"] <= 12 * 1_000 + 10 * QUEUES
 
 
@@ -824,7 +826,7 @@ async def test_a_page_of_cold_jobs_costs_what_is_on_it(fresh_dsn: str, org: OrgI
         for whose, of_queue in itertools.product((small, large), (queue, None)):
             wanted = Wanted(org=whose, queue=of_queue, state=JobState.CANCELLED)
             token, seen = "", 0
-            # Later pages must not cost more than the first one.
+            # Later pages must not cost more than the first page.
             while seen < 12 * page_size:
                 page = await QueueAdmin(recorder).list_jobs(wanted, page_size=page_size, page_token=token)
                 assert len(page.jobs) == page_size
@@ -919,11 +921,11 @@ async def test_to_find_a_range_no_older_jobs_of_another_org_are_read(fresh_dsn: 
                     await connection.execute("SET LOCAL enable_seqscan = off")
                 await run(connection, search)
                 plan = await explain(connection, search)
-            # At most the jobs of the org, twice.
+            # The statement may read each job of the org twice.
             assert plan.rows_read("job") <= ROWS // 10, plan.root
 
 
-# Moves 128 slots away, as a balancer does.
+# Moves 128 slots to another shard, as a balancer does.
 MOVE_SLOTS = b"""
 WITH next AS (
     UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch
@@ -984,7 +986,8 @@ async def test_a_draw_reads_only_its_buckets(fresh_dsn: str) -> None:
             await run(connection, drawn)
         plan = await explain(connection, drawn)
     assert plan.scans("token_bucket") == []
-    # For each draw: the way down the index, the page of the row, and a page for its new version.
+    # For each draw: the index pages from the root to the entry, the page of the row, and a page for the row's new
+    # version.
     assert plan.buffers <= 15 * len(draws), plan.root
 
 

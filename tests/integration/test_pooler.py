@@ -1,5 +1,5 @@
-"""PgBouncer between routers and a shard: session mode works. A pooler that shares sessions is refused, and the reason
-says so."""
+"""PgBouncer between routers and a shard: session mode works. A pooler that shares sessions between clients is refused,
+and the reason says so."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def test_a_pooler_that_was_not_recognized_at_first_is_refused_when_clients
     module_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def miss(*_: object) -> None:
-        """Behaves as the check does if other clients use the sessions at that moment."""
+        """Behaves as the check does if other clients use the pooler's sessions at that moment."""
 
     monkeypatch.setattr(pool, "refuse_shared_sessions", miss)
     with pgbouncer(module_dsn, "transaction", size=1) as dsn:

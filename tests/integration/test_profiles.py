@@ -20,7 +20,7 @@ TOKEN = "wr_1234_hunter2-very-secret"
 
 
 class Fake:
-    """A router that keeps the metadata of the calls. It refuses any other token than TOKEN."""
+    """A router that records the metadata of the calls. It refuses all tokens except TOKEN."""
 
     def __init__(self) -> None:
         self.tokens: list[str] = []
@@ -125,7 +125,7 @@ def test_the_default_profile_is_used_by_later_commands_and_only_its_owner_reads_
 
 def test_the_default_profile_gives_its_token_to_no_other_address(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.log_in()
-    # This is the same router by another name.
+    # Call the same router by another name.
     other = place.address.replace("localhost", "127.0.0.1")
     monkeypatch.setenv("WINDROW_TLS_CA", str(place.ca))
     assert windrow("server", "--address", other).code == 0

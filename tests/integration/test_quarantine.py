@@ -40,8 +40,8 @@ def jobs_of(
 
 
 async def end_leases(database: Database, org: OrgId, *, lasted_s: float = 0) -> None:
-    """Ends the windows of all leases of the org, as if their workers had died. The leases have lasted for `lasted_s` at
-    least."""
+    """Ends the windows of all leases of the org, as if their workers had died. Afterwards each lease has lasted for at
+    least `lasted_s` seconds."""
     await database.run(
         b"""
         UPDATE windrow.job j
@@ -54,8 +54,8 @@ async def end_leases(database: Database, org: OrgId, *, lasted_s: float = 0) -> 
 
 
 async def crash(store: Store, database: Database, org: OrgId, times: int, *kinds: str) -> None:
-    """Lets `times` workers die while they have leased jobs of these kinds. Before that, each worker gives jobs of other
-    kinds back. Another worker finds the last death, and gives all jobs back."""
+    """Lets `times` workers die one after another while they have leased jobs of these kinds. Before a worker dies, it
+    gives back the jobs of other kinds. One more worker claims after the last death, and gives all jobs back."""
     for _ in range(times):
         leased = await lease_jobs(store, org)
         assert {job.kind for job, _ in leased}.issuperset(kinds)
@@ -164,7 +164,7 @@ async def test_leases_that_max_runtime_has_ended_are_no_crashes(store: Store, da
 async def test_a_trial_that_max_runtime_has_ended_does_not_release_its_kind(
     store: Store, database: Database, org: OrgId
 ) -> None:
-    """Nothing shows that the handler lets its worker live, so the next trial comes after a longer pause."""
+    """Nothing shows that the worker survives the handler, so the next trial comes after a longer pause."""
     await store.enqueue(jobs := some_jobs(org, max_runtime_us=1_000_000))
     # Each of these leases ends at once, before `max_runtime`.
     await crash(store, database, org, AFTER + 1, *jobs.kinds)
@@ -294,7 +294,7 @@ async def test_a_job_that_was_leased_before_is_set_aside_when_it_is_lost(
         {"org": org},
     )
     await end_leases(database, org)
-    # This does not depend on what the router remembers.
+    # The job is set aside, although the store `other` remembers no quarantined kind.
     assert other.quarantine.kinds(org, QUEUE) == set()
     assert await kinds_leased(other, org) == []
     assert await attempts(store, org, late) == [("ready", 1)]
@@ -333,7 +333,7 @@ async def test_a_trial_that_crashes_is_not_leased_again_and_the_pause_doubles(
         await store.sweep()
         (trial,) = await lease_jobs(store, org)
         await end_leases(database, org)
-        # This holds before a sweep has seen the crash.
+        # The job is set aside even before a sweep has seen the crash.
         assert await lease_jobs(store, org) == []
         await store.sweep()
         pause_s = min(2 * pause_s, PAUSE_S_MAX)
@@ -597,7 +597,7 @@ async def test_nothing_is_stranded_whatever_happens(
     await books.alter_queue(org, QUEUE, QueueSettings(), reset=["quarantine_after"])
     for router in routers:
         await router.sweep()
-    # Jobs that are out of attempts are dead by now.
+    # The jobs that are out of attempts are dead now.
     while held := await lease_jobs(store, org):
         answers = await store.settle(Settlement.ack(org, [lease for _, lease in held]))
         assert set(answers) == {Answer.OK}
@@ -722,7 +722,8 @@ async def test_an_org_has_a_bounded_number_of_quarantined_kinds(
             with pytest.raises(windrow.ResourceExhausted, match="acme' has 1,000 quarantined kinds") as refused:
                 await client.quarantine_kind("mail", "another")
             assert refused.value.reason == "LIMIT_REACHED"
-            # A kind that is quarantined already may get another reason, and other orgs have room of their own.
+            # A kind that is quarantined already may get another reason, and each org may have its own 1,000 quarantined
+            # kinds.
             await client.quarantine_kind("images", "kind", reason="still bad")
             await client.release_kind("images", "kind")
             await client.quarantine_kind("mail", "another")

@@ -106,7 +106,7 @@ async def test_jobs_are_counted_once_for_all_who_ask_within_a_minute(
 async def test_a_count_of_a_clock_that_was_set_back_since_is_not_fresh(
     admin: QueueAdmin, fresh_database: Database, org: OrgId
 ) -> None:
-    """Otherwise the figures would not change until the clock has reached that time again."""
+    """If the count were used, the figures would not change until the clock has reached the time of the count again."""
     await admin.queue_figures(max_age_us=NOW)
     await fresh_database.run(b"UPDATE windrow.queue_figures SET at = now() + interval '1 hour'", {})
     await Store(fresh_database).enqueue(some_jobs(org, 1, queue="mail"))
@@ -164,7 +164,7 @@ async def test_an_org_with_many_large_queues_leaves_names_to_the_others(
     found = await admin.queue_figures(max_age_us=NOW)
     for named_max in (2, 10, queue_figures.NAMED_MAX):
         some = folded(found, named_max=named_max)
-        # The places that nobody else wants are the large org's.
+        # The large org gets all places that no other org needs.
         assert [one.org for one in some] == [*[other_org] * (named_max - 1), org, None]
         assert sum(one.ready for one in some) == 2 * queue_figures.NAMED_MAX + 1
 

@@ -19,7 +19,7 @@ from tests.timemachine import NO_HURRY
 
 ORGS, FEW, READY = 30_000, 1_000, 10
 NAME = QueueName("mail")
-# Each org has a queue of this name, with one job that is due in an hour. For ten orgs the job is ready.
+# Each org has a queue of this name, with one job that is due in an hour. In ten of the orgs the job is ready instead.
 FILL = (
     b"INSERT INTO windrow.org (org, slot) SELECT 'org-' || n, 1 FROM generate_series(1, %(orgs)s) AS n",
     b"INSERT INTO windrow.queue_name (queue) VALUES ('mail'), ('other')",
@@ -75,7 +75,7 @@ async def test_a_step_reads_as_much_as_it_returns_however_many_orgs_there_are(re
     assert plan.generic
     assert plan.indexes() <= {"job_ready", "queue_pkey"}
     assert not any(node["Node Type"] == "Seq Scan" for node in plan.nodes())
-    # For each queue the walk reads an index entry, the first job, no further lane, and the row of the queue.
+    # For each queue the walk reads an index entry, the first job, and the row of the queue. It reads no further lane.
     assert plan.buffers < 100 * 25
 
 

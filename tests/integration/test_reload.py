@@ -123,8 +123,8 @@ def cluster(databases: dict[str, str], tmp_path: Path) -> Generator[Live, None, 
 
 
 def place(cluster: Live, orgs_slot: int | None, *, writes: str, reads: list[str]) -> None:
-    """Writes the placement of one slot, or of all (None), to the catalog, as a balancer does."""
-    # In one transaction: a router that has read the new epoch never looks for older changes.
+    """Writes the placement of one slot (None: of all slots) to the catalog, as a balancer does."""
+    # All changes are in one transaction, because a router that has read the new epoch never looks for older changes.
     changed = cluster.sql(
         "s1",
         "WITH counted AS (UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch) "
@@ -160,7 +160,7 @@ def test_a_bad_file_is_refused_once_in_the_log_and_the_one_before_stays_in_force
     org = cluster.org_on("s2")
     why = cluster.refused(cluster.put("[[shard]\n"))
     assert why.startswith(f"{cluster.routers.config}: not TOML: ")
-    # The file is tried again and again, and logged once.
+    # The router tries the file again and again, but logs the refusal once.
     first = cluster.file().refusal.last_tried_at.ToNanoseconds()
     until(lambda: cluster.file().refusal.last_tried_at.ToNanoseconds() > first, "the file is tried again")
     assert cluster.log().count("the cluster file is refused") == 1
@@ -236,7 +236,7 @@ def test_a_shard_that_only_the_catalog_knows_is_unavailable_and_hurts_no_other(c
     assert (info.slots, info.reachable, info.state) == (1, False, cluster_pb2.SHARD_STATE_NOT_IN_FILE)
 
 
-# ── What is taken up ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── What is applied ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_shard_that_is_added_comes_up_and_disturbs_nobody(
@@ -279,7 +279,8 @@ def test_an_added_shard_that_cannot_be_reached_is_told_and_mended(
 
 @pytest.fixture
 def moved(databases: dict[str, str], tmp_path: Path, postgres: Server) -> Generator[tuple[Live, str, Path], None, None]:
-    """A cluster whose file names s2, and the DSN of a copy of s2's database, as after a move to another host."""
+    """A cluster whose file names s2, and the DSN of a copy of the database of s2, as if that database had been moved to
+    another host."""
     with live(databases, tmp_path):
         pass
     copy = f"{conninfo_to_dict(databases['s2'])['dbname']}_copy"
@@ -308,7 +309,7 @@ def test_a_shard_goes_over_to_another_dsn_and_calls_in_flight_end(
         cluster.said("shard 's2' is reached by its new DSN")
         enqueue(cluster.stubs, org, after)
         assert (after.id,) in cluster.sql("copy", "SELECT id::text FROM windrow.job")
-        # The consumer waits at the new database by now.
+        # Now the consumer waits at the new database.
         enqueue(cluster.stubs, org, new_job(queue="other"))
         assert len(parked.result(PATIENCE_S).jobs) == 1
     assert call.result(PATIENCE_S).results[0].id == before.id
@@ -434,7 +435,7 @@ def ack(cluster: Live, org: str, leased: job_pb2.LeasedJob) -> object:
 def assert_forbidden(call: Callable[[], object], state: str, what: str) -> None:
     error = refusal(call)
     assert_unavailable(error)
-    # The reason names the state: the shard was not asked.
+    # The reason names the state, because the router did not ask the shard.
     assert error.details() == f"shard 's2' is unavailable: its state is {state}, and it {what}"
 
 

@@ -1,5 +1,4 @@
-"""Finished and dead jobs are stored again as new jobs, which name the old jobs. A job is stored once for each new
-id."""
+"""Finished and dead jobs are stored again as new jobs, which name the old jobs. Each new id stores a job only once."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ class Cluster:
         self.enqueue(org, *jobs)
         left = len(jobs)
         while left:
-            # One claim may give fewer jobs, because it has a limit of its own.
+            # One claim may return fewer jobs than are ready, because a claim has a limit of its own.
             leased = self.dequeue(org)
             acks = [queue_pb2.Ack(lease=job.lease, result=b"done") for job in leased]
             self.stubs.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks), timeout=PATIENCE_S)

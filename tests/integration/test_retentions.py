@@ -177,7 +177,7 @@ async def test_a_shard_takes_no_more_than_so_many_retentions_and_refuses_without
     for days in further:
         await books.alter_queue(org, QUEUE, QueueSettings(retention_days=days))
     assert len(await retentions_of(fresh_database)) == RETENTIONS_MAX
-    # The message does not name retentions such as 100, which may be another org's.
+    # The message does not name retentions such as 100, which may belong to another org.
     words = rf"shard '{SHARD}' has 32 different .* no room for 14 days: use one of 0, 1, 7, 30, 90, 365, 2557 days"
     with pytest.raises(TooManyRetentions, match=words):
         await books.alter_queue(org, QUEUE, QueueSettings(retention_days=14, max_attempts=9))
@@ -190,7 +190,7 @@ async def test_a_shard_takes_no_more_than_so_many_retentions_and_refuses_without
     assert 14 not in await retentions_of(fresh_database)
     # Retentions that the shard has are accepted as before.
     await books.alter_queue(org, QUEUE, QueueSettings(retention_days=100))
-    # A move may bring one more retention, and no ack is refused for that.
+    # A move may bring one more retention. No ack is refused because of it.
     store = Store(fresh_database)
     leases = await lease_some(store, org)
     await set_unnoticed(fresh_database, org, 14)

@@ -57,7 +57,7 @@ from tests.routers import (
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2, server_pb2
 
 QUEUE = "mail"
-# Longer than any test waits. A drain that ends during the test did not need this time.
+# Longer than any test waits. So a drain that ends during a test did not wait for this time.
 LONG_S = 3600.0
 OK, STALE, NOT_FOUND = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE, job_pb2.JOB_ANSWER_NOT_FOUND
 _numbers = itertools.count(1)
@@ -167,7 +167,7 @@ def locked_jobs(dsn: str) -> Generator[Callable[[], int], None, None]:
         yield waiting
 
 
-# ── What it answers ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── What a router answers ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_an_independent_enqueue_answers_each_job_for_itself(running: Running) -> None:
@@ -199,7 +199,7 @@ def test_acks_ride_on_the_next_dequeue(running: Running) -> None:
     second = queue.Dequeue(request, timeout=PATIENCE_S)
     assert list(second.not_ok) == [queue_pb2.LeaseAnswer(lease=stale, answer=STALE)]
     assert len(second.jobs) == 1
-    # The request is repeated, as after a lost answer. Its acks get the same answers, and it leases another job.
+    # Repeat the request, as after a lost answer. Its acks get the same answers, and the request leases another job.
     third = queue.Dequeue(request, timeout=PATIENCE_S)
     assert (list(third.not_ok), len(third.jobs)) == (list(second.not_ok), 1)
     (record,) = found(running.stubs, org, first[0].id).jobs
@@ -401,7 +401,7 @@ def test_a_call_whose_metadata_names_another_org_is_refused(running: Running) ->
         assert info is not None
         assert info.reason == "ORG_MISMATCH"
         assert f"is {org!r}, but the metadata windrow-org says 'other'" in (error.details() or "")
-    # Only the call whose metadata names the org was done.
+    # Only the call whose metadata names the org has stored its job.
     assert len(dequeue(both, org)) == 1
 
 
@@ -476,7 +476,7 @@ def test_reflection_lists_the_services(running: Running, version: str) -> None:
 
 
 def move_slot(running: Running, org: str, *, to: str, grant: bool = True) -> None:
-    """Changes the catalog and the shards as a balancer does when an org's slot begins to move away from s1."""
+    """Changes the catalog and the shards as a balancer does when an org's slot begins to leave s1."""
     slot = slot_of(OrgId(org))
     # Both changes are in one statement: a router that reads between two statements would never learn of the second
     # change.
@@ -499,7 +499,7 @@ def test_an_enqueue_that_a_shard_refuses_goes_where_the_slot_went(running: Runni
     (result,) = enqueue(running.stubs, org, after)
     assert (result.id, result.duplicate) == (after.id, False)
     assert [job.shard for job in found(running.stubs, org, before.id, after.id).jobs] == ["s1", "s2"]
-    # Jobs of both shards are delivered, and their leases find their shard.
+    # Consumers get the jobs of both shards. By each lease the router finds the shard of its job.
     leased = dequeue(running.stubs, org)
     assert {job.id for job in leased} == {before.id, after.id}
     request = queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=job.lease) for job in leased])
@@ -509,7 +509,8 @@ def test_an_enqueue_that_a_shard_refuses_goes_where_the_slot_went(running: Runni
 
 def test_what_two_shards_give_fits_into_one_answer(running: Running) -> None:
     org = running.org_on("s1")
-    # Two such payloads leave room for a third one in one shard's answer. Four are more than gRPC clients accept.
+    # Two payloads of this size leave room for a third one in one shard's answer. Four payloads are more than gRPC
+    # clients accept.
     large = b"x" * (2**20 - 8)
     stored = [new_job(payload=large) for _ in range(2)]
     enqueue(running.stubs, org, *stored)
@@ -579,7 +580,7 @@ def test_a_stopped_shard_is_unavailable_at_once_and_hurts_no_other(breakable: Ru
                 served = [threads.submit(enqueue, both, near) for _ in range(20)]
                 for one in refused:
                     assert_unavailable(one.result())
-                    # The reason is not that the call's time was over.
+                    # The call did not fail because its time was over.
                     assert " within " not in str(one.result().details())
                 for other in served:
                     assert other.result()[0].id
@@ -775,7 +776,7 @@ def test_a_cluster_file_whose_first_shard_changed_founds_no_second_catalog(postg
         enqueue(both, "org")
 
 
-# ── Coming and going ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── How processes start and stop ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def port_of(address: str) -> int:
@@ -784,7 +785,8 @@ def port_of(address: str) -> int:
 
 def test_every_process_of_a_port_serves(running: Running) -> None:
     with running_routers(running.routers.config, processes=2) as routers, contextlib.ExitStack() as stack:
-        # The kernel distributes connections. All 40 go to one process about once in 10^12 runs.
+        # The kernel distributes connections over the processes. All 40 connections go to one process about once in
+        # 10^12 runs.
         for _ in range(40):
             enqueue(stack.enter_context(stubs(routers.address)), "org-1")
         assert len(routers.pids) == 2
@@ -914,7 +916,7 @@ def test_health_is_serving_until_the_drain_which_no_watcher_holds_up(running: Ru
         routers.supervisor.terminate()
         for watch in watches:
             assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        # If a watcher held up the drain, the drain would last longer than this wait.
+        # If the drain waited for a watcher, the drain would last longer than this wait.
         assert routers.supervisor.wait(PATIENCE_S) == 0
 
 

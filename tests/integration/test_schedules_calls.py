@@ -1,4 +1,4 @@
-"""Schedules over gRPC, through a router: what each call does, and that routers fire what is due."""
+"""Schedules over gRPC, through a router: what each call does, and that routers fire due instants."""
 
 from __future__ import annotations
 

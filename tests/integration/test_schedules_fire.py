@@ -189,7 +189,7 @@ async def test_a_window_that_has_no_instant_leaves_the_latest(shard: Shard, org:
 
 async def test_all_are_caught_up_to_a_bound(shard: Shard, org: OrgId) -> None:
     ((now,),) = await shard.database.run(b"SELECT now()", {})
-    # It ends now, because other tests share the shard, and count what is due there.
+    # The schedule ends now, because other tests share the shard and count the instants that are due there.
     minutely = Timing(interval_us=60_000_000, start=Micros(now - DAY_US - 30_000_000), end=Micros(now))
     spec = ScheduleSpec(timing=minutely, overlap=Overlap.ALLOW, catch_up=CatchUp.ALL)
     await shard.create(org, spec)
@@ -226,7 +226,7 @@ async def test_a_single_date_fires_once(shard: Shard, org: OrgId) -> None:
 async def test_a_schedule_whose_time_zone_got_other_rules_is_decided_once(fresh_database: Database, org: OrgId) -> None:
     shard = Shard(fresh_database)
     created = await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
-    # By the rules of before, the next instant was a moment ago; by the new ones it comes half an hour later.
+    # By the old rules the next instant was a moment ago. By the new rules it comes half an hour later.
     await shard.database.run(
         b"UPDATE windrow.schedule SET next_at = now() - interval '1 s' WHERE id = %(id)s::uuid",
         {"id": created.schedule.id},
@@ -257,7 +257,7 @@ async def test_jitter_delays_a_run_by_the_same_time_whoever_asks(shard: Shard, o
 
 
 async def overlapping(shard: Shard, org: OrgId, overlap: Overlap) -> list[str]:
-    """Returns the outcomes of three runs that are due while the job of a run before is live."""
+    """Returns the outcomes of three runs that are due while the job of an earlier run is live."""
     await shard.create(org, ScheduleSpec(timing=await shard.hourly(), overlap=overlap, catch_up=CatchUp.ALL))
     await shard.admin.trigger(org, DAILY, request=None, epoch=1)
     await shard.set_back(org, 3 * HOUR_US)
@@ -359,7 +359,8 @@ async def test_the_instants_that_are_skipped_together_with_one_that_has_waited_s
     begin, end = Micros(first + HOUR_US), Micros(first + HOUR_US + 1)
     done = await shard.admin.backfill(org, DAILY, begin=begin, end=end, overlap=Overlap.BUFFER_ALL, epoch=1)
     assert done.buffered == 1
-    # With jitter, the first instant that is not decided may come before that of a backfill, and then reach it.
+    # With jitter, the first undecided instant may be earlier than the instants of a backfill. Later undecided instants
+    # may be the same as those.
     assert await shard.set_back_paused(org, 3 * HOUR_US) == begin
     await shard.end_job(org)
     await shard.wake(org)
@@ -367,7 +368,7 @@ async def test_the_instants_that_are_skipped_together_with_one_that_has_waited_s
     told = [run for run in await shard.runs(org) if run.cause.value != "trigger"]
     assert [run.at for run in told] == [begin, begin + HOUR_US, begin + 2 * HOUR_US]
     assert outcomes(told) == ["stored", "skipped catch_up", "buffered"]
-    # A schedule with a run that waits is due each second, also in the tests after this one.
+    # Delete the schedule: a schedule with a buffered run is due each second, also in the tests after this one.
     await shard.admin.delete(org, DAILY, epoch=1)
 
 
@@ -383,7 +384,8 @@ async def test_each_of_the_instants_that_are_skipped_together_is_told_though_the
     end = Micros(first + 2 * HOUR_US)
     done = await shard.admin.backfill(org, DAILY, begin=first, end=end, overlap=Overlap.ALLOW, epoch=1)
     assert done.stored == 2
-    # With jitter, the first instant that is not decided may come before those of a backfill, and then reach them.
+    # With jitter, the first undecided instant may be earlier than the instants of a backfill. Later undecided instants
+    # may be the same as those.
     assert await shard.set_back_paused(org, 5 * HOUR_US) == first
     match how:
         case "catch up":
@@ -437,7 +439,7 @@ async def test_with_cancel_running_the_job_is_cancelled_first(shard: Shard, org:
     fired = await shard.due.fire()
     assert [(one.job, one.cancel) for one in fired.needed] == [(running, True)]
     assert fired.jobs == 0
-    # A router that dies here has changed nothing: the next router is told the same.
+    # A router that dies here has changed nothing: the next router gets the same answer.
     await shard.wake(org)
     assert [one.job for one in (await shard.due.fire()).needed] == [running]
     await shard.store.cancel(org, [running], reason="replaced")
@@ -552,7 +554,7 @@ async def test_a_backfill_stores_instants_that_were_skipped_together_and_the_oth
         return await shard.admin.backfill(org, DAILY, begin=at, end=end, overlap=Overlap.ALLOW, epoch=1)
 
     assert (await backfill(1, 1)).stored == 1
-    # The row of the first instant records all skipped instants. The second instant has a row of its own by now.
+    # The row of the first instant records all skipped instants. The second instant now has a row of its own.
     done = await backfill(0, 1)
     assert (done.stored, done.known) == (1, 0)
     runs = await shard.runs(org)
@@ -577,7 +579,7 @@ async def test_a_skip_stays_told_behind_as_many_runs_as_a_backfill_may_have(
     await shard.fire()
     skipped, _ = await shard.runs(org)
     assert (skipped.at, skipped.through) == (first, first + 6 * HOUR_US)
-    # The fourth instant, and then the three before it.
+    # Backfill the fourth instant, and then the three instants before it.
     for begin, instants in ((3, 1), (0, 3)):
         at = Micros(first + begin * HOUR_US)
         end = Micros(at + (instants - 1) * HOUR_US + 1)
@@ -716,7 +718,7 @@ async def test_a_paused_schedule_sleeps_on_and_one_of_another_shard_is_left(
 
 
 async def _lose_zone(shard: Shard, org: OrgId) -> None:
-    """Gives the org's schedules a time zone that is gone, as after an update of the system."""
+    """Gives the org's schedules a time zone that no longer exists, as after an update of the system."""
     await shard.database.run(
         b"UPDATE windrow.schedule s SET zone = 'Mars/Olympus', cron = '0 * * * *', interval_us = NULL "
         b"FROM windrow.org o WHERE o.org_id = s.org_id AND o.org = %(org)s",
@@ -761,7 +763,7 @@ async def test_what_was_due_by_a_timing_that_is_changed_is_told_as_skipped(
     (run,) = await shard.runs(org)
     assert outcomes([run]) == [f"skipped {reason}"]
     assert (run.at, run.through) == (first, first + 2 * HOUR_US)
-    # The schedule itself goes on by the new timing, and stays paused if it was paused.
+    # The schedule continues by the new timing, and stays paused if it was paused.
     schedule = changed.schedule
     assert schedule.next_at == calendar.following(daily, changed.now)
     assert (schedule.paused_at is not None) is paused
@@ -872,7 +874,7 @@ async def test_a_router_that_remembers_a_wrong_queue_stores_the_run_in_the_right
         while await erasure.go_on(fresh_database, unfinished):
             pass
     else:
-        # Such an id is left when the shard was restored from a backup.
+        # The store remembers an outdated queue number, as after the shard was restored from a backup.
         ids = await shard.store.names.make([(other_org, mail)])
         shard.store.names.remember(ids[other_org, mail], org, mail)
     # Another router makes the schedule.

@@ -1,5 +1,5 @@
 """Schedules while their org moves to another shard, and while routers and balancers die: each instant is stored once
-(I10), and only the org's writer fires (I6)."""
+(I10), and only the shard that accepts the org's new jobs fires (I6)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_a_move_takes_schedules_with_their_runs_and_nothing_is_left(pair: 
     with pytest.raises(NotOwned):
         await source.admin.update(org, DAILY, lambda spec, had: (spec, had), epoch=1)
     assert await pair.databases[A].run(b"SELECT count(*) FROM windrow.schedule_run", {}) == [(0,)]
-    # The org moves back, over rows that its earlier stay may have left.
+    # The org moves back to a shard that may still have rows of the org from before.
     await pair.move([org], target=A)
     assert (await source.admin.get(org, DAILY)).schedule == before.schedule
     assert await source.runs(org) == runs
@@ -162,7 +162,7 @@ async def test_a_leased_job_that_stays_on_the_source_counts_as_running(pair: Pai
     await target.database.run(b"DELETE FROM windrow.schedule_run", {})
     needed = (await target.due.fire(is_whole=lambda _: False)).needed
     assert [one.job for one in needed] == [job.id]
-    # The router asks the source: the job is live there.
+    # The router asks the source, where the job is live.
     assert await source.store.find_ended([(org, job.id.replace("-", ""))]) == []
     await target.wake(org)
     assert (await target.due.fire(is_whole=lambda _: False, known={job.id: True})).jobs == 0

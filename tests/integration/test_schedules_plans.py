@@ -39,7 +39,7 @@ async def filled(module_dsn: str) -> AsyncGenerator[Database, None]:
     database = Database(SHARD, module_dsn, connections=1)
     await database.open()
     await database.run(b"ALTER TABLE windrow.schedule SET (autovacuum_enabled = off)", {})
-    # Make orgs as a router would, but each in a slot that is chosen here and owned.
+    # Make orgs as a router does, but put each org into an owned slot that is chosen here.
     await database.run(
         f"INSERT INTO windrow.org (org, slot) SELECT 'org-' || n, n FROM generate_series(1, {ORGS}) n".encode(), {}
     )
@@ -49,7 +49,7 @@ async def filled(module_dsn: str) -> AsyncGenerator[Database, None]:
         b"SELECT m.name_id, o.org_id, o.org, 'mail', o.slot FROM windrow.org o, windrow.queue_name m",
         {},
     )
-    # Make the plans that are kept while the table is empty.
+    # While the table is empty, make the plans that Postgres keeps.
     async with database.transaction() as connection:
         await plan(connection, statements.FIND_WAKE, {})
         await plan(connection, statements.TAKE_DUE, {"rows": 500})

@@ -45,7 +45,7 @@ def test_nothing_that_a_cluster_says_contains_a_secret(postgres: Server, tmp_pat
         key, revoked = cluster.key_of("acme"), cluster.key_of("acme")
         operator = cluster.new_key(scopes=["cluster", "read"])
         cluster.revoke(revoked)
-        # This secret differs from a good one only at its end. It shows whether anybody quotes what was sent.
+        # This secret differs from a valid secret only at its end. It shows whether anything quotes what a caller sent.
         wrong = f"{key[:-4]}{'aaaa' if key[-4:] != 'aaaa' else 'bbbb'}"
         tokens = [
             token(org="acme"),
@@ -87,7 +87,7 @@ def test_nothing_that_a_cluster_says_contains_a_secret(postgres: Server, tmp_pat
     assert id_of(key) in everything
     assert "windrow.v1.Queue/Enqueue" in everything
     secrets = {password, *(one.split("_", 2)[2] for one in (key, revoked, operator, wrong))}
-    # The parts of a token that must stay secret.
+    # Those parts of a token that must stay secret.
     secrets |= {part for sent in tokens for part in sent.split(".")[1:] if len(part) > 20}
     assert [secret for secret in secrets if secret in everything] == []
 

@@ -34,8 +34,8 @@ async def under_way(
     at_once: int,
     lock: LiteralString = "LOCK TABLE windrow.departing IN ACCESS EXCLUSIVE MODE",
 ) -> AsyncGenerator[None]:
-    """Runs this many slow calls, some at the same time. Here they wait for a lock; in production they scan much
-    data."""
+    """Runs this many slow calls, some at the same time. In this test the calls wait for a lock; in production slow
+    calls scan much data."""
     async with await psycopg.AsyncConnection.connect(dsn) as holder:
         await holder.execute(lock)
         tasks = [asyncio.create_task(call()) for _ in range(calls)]

@@ -1,8 +1,8 @@
-"""Jobs that are handed over from one router process to the consumers of another one of the same supervisor, and what
-happens when either process dies, stops or sends nonsense in between.
+"""One router process hands jobs over to the consumers of its sibling, another router process of the same supervisor.
+The tests also show what happens when either process dies, stops or sends nonsense during a hand-over.
 
-Here the test is the supervisor: it chooses the process that a client calls, and may itself be the sibling of a
-process."""
+In these tests the test itself is the supervisor: it chooses the process that a client calls, and may also act as the
+sibling of a process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.streams import QUEUE, Client, Stream, acks, client, new_job, sql, unt
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 SHARDS = ("s1", "s2")
-# No router sweeps during a test: a job that comes was handed over, or announced.
+# No router sweeps during a test, so a job that arrives was handed over, or announced.
 NEVER_S = 3600.0
 # Numbers for the messages that `until_ready` sends.
 _numbers = itertools.count(1000)
@@ -99,7 +99,7 @@ def running_router(config: Path, *, ask_s: float = PATIENCE_S) -> Generator[Rout
             assert said.startswith("ready "), f"{said!r}; the log: {log.read_text()}"
             yield Router(process=process, address=f"127.0.0.1:{said.split()[1]}", line=ours, log=log)
         finally:
-            # A process that a test has stopped must go on before it can end.
+            # A process that a test has stopped (SIGSTOP) must run again before it can end.
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGCONT)
             process.terminate()
@@ -144,7 +144,7 @@ async def org(near: Client) -> str:
 
 
 def handed_over(dsns: dict[str, str], *ids: str) -> list[str]:
-    """Returns those of these jobs that the insert itself leased."""
+    """Returns the jobs among these that the insert itself leased."""
     hexes = [to_hex(one) for one in ids]
     found: set[str] = set()
     for shard in dsns:
@@ -156,8 +156,8 @@ def handed_over(dsns: dict[str, str], *ids: str) -> list[str]:
 
 
 async def until_ready(producer: Client, dsns: dict[str, str], org: str, stream: Stream, *, queue: str = QUEUE) -> None:
-    """Enqueues jobs through `producer` until one is handed over to the stream. Then the stream has all of its
-    credit."""
+    """Enqueues jobs through `producer` until one is handed over to the stream. Afterwards the stream has all of its
+    credit again."""
     for number in itertools.islice(_numbers, 200):
         seen = len(stream.jobs)
         (job,) = await producer.enqueue(org, new_job(queue=queue))
@@ -178,7 +178,8 @@ def inserts_blocked(dsns: dict[str, str], shard: str = "s1") -> Generator[psycop
 
 
 async def until_inserting(dsns: dict[str, str], count: int = 1, shard: str = "s1") -> None:
-    """Waits until this many statements are blocked: by then their jobs have been offered."""
+    """Waits until this many statements are blocked. When a statement is blocked, its jobs have been offered to
+    consumers."""
     statement = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
     await until(lambda: sql(dsns, shard, statement)[0][0] >= count, "the insert is blocked")
 
@@ -200,7 +201,7 @@ async def test_jobs_are_leased_in_the_insert_to_a_consumer_at_a_sibling(
         assert handed_over(dsns, *ids) == ids
         assert {(job.id, job.payload) for job in got} == {(job.id, job.template.payload) for job in sent}
         assert {job.attempt for job in got} == {1}
-        # The lease of such a job is like any other.
+        # The lease of a job that was handed over is like any other lease.
         assert await stream.settle(1, acks=acks(got)) == []
     await near.balanced(dsns)
 
@@ -334,7 +335,8 @@ async def test_jobs_of_a_process_that_is_killed_before_its_insert_has_ended_come
             doomed.kill()
             with contextlib.suppress(Exception):
                 await enqueue
-            # Postgres completes the statement nevertheless. It leases the jobs, and no process knows that.
+            # Although the process has died, Postgres completes its statement. The statement leases the jobs, and no
+            # process knows that.
             rival.commit()
         got = (await stream.until_jobs(seen + 3))[seen:]
         assert sorted(job.id for job in got) == sorted(job.id for job in jobs)
@@ -434,7 +436,7 @@ async def _stopped(stopped: Router, keeper: Router, dsns: dict[str, str], org: s
             assert sorted(job.id for job in got) == sorted(ids)
             assert await stream.settle(1, acks=acks(got)) == []
         os.kill(stopped.pid, signal.SIGCONT)
-        # The process is asked again, and the places that it promised too late were given back.
+        # The sibling asks the process again. The places that the process promised too late were given back.
         await until_ready(here, dsns, org, away)
         seen = len(away.jobs)
         await here.enqueue(org, *(new_job() for _ in range(100)))
@@ -486,7 +488,8 @@ async def test_a_process_that_drains_leaves_no_job_behind(
         greeting("another release"),
         greeting(version("windrow-server")) + SIZES.pack(7, 0) + b"[1,2,3]",
         greeting(version("windrow-server")) + SIZES.pack(2**32 - 1, 2**32 - 1),
-        # An answer, an outcome and a receipt for things that nobody has asked, promised or sent.
+        # An answer that nobody has asked for, an outcome of a promise that nobody made, and a receipt for something
+        # that nobody has sent.
         greeting(version("windrow-server")) + SIZES.pack(22, 0) + b"[[],[],[[7,[]]],[],[]]",
         greeting(version("windrow-server")) + SIZES.pack(22, 0) + b"[[],[],[],[[7,[]]],[]]",
         greeting(version("windrow-server")) + SIZES.pack(15, 0) + b"[[],[],[],[],[7]]"[:15],

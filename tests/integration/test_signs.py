@@ -1,4 +1,4 @@
-"""The signs that a shard needs an operator: routers read them, and export them as metrics."""
+"""Signs that a shard needs an operator. Routers read these signs and export them as metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ async def test_a_shard_that_needs_nobody_shows_no_sign(fresh_database: Database)
     await partitions.make_ahead(fresh_database)
     found = await signs.read(fresh_database)
     assert (found.schedule_late_s, found.partitions_missing) == (0, 0)
-    # Autovacuum may be at work, and yesterday's partition waits for the archiver's pass.
+    # These two figures need not be 0: autovacuum may be at work, and yesterday's partition waits for the archiver's
+    # pass.
     assert found.snapshot_s < PATIENCE_S
     assert found.archive_late_s < DAY_S
 
@@ -68,7 +69,7 @@ async def test_a_day_that_no_archiver_has_taken_is_late_when_it_is_over_and_agai
     async with fresh_database.transaction() as connection:
         name = f"finished_{RETENTION_DEFAULT}_{over.replace('-', '')}"
         await partitions.make(connection, name, RETENTION_DEFAULT, over, past)
-    # The day ended four whole days ago, plus the time since midnight today. Three hours of that time do not count.
+    # The day ended four whole days ago, plus the time since midnight today. Three hours of this sum are not late.
     late_s = (await signs.read(fresh_database)).archive_late_s
     assert 0 <= late_s - (4 * DAY_S + now_s % DAY_S - 3 * HOUR_S) < PATIENCE_S
     day, *_ = await days.days_over(fresh_database)
@@ -91,7 +92,7 @@ async def test_a_day_that_no_archiver_has_taken_is_late_when_it_is_over_and_agai
 
 
 async def _some_days(database: Database, *ago: int) -> tuple[float, str, str]:
-    """Returns the shard's time, and two days, each so many days before today, as YYYY-MM-DD."""
+    """Returns the shard's time, and two days as YYYY-MM-DD. Each day is the given number of days before today."""
     ((now_s, first, second),) = await database.run(
         b"SELECT extract(epoch FROM now())::float8, ((now() AT TIME ZONE 'UTC')::date - %(first)s::integer)::text, "
         b"((now() AT TIME ZONE 'UTC')::date - %(second)s::integer)::text",

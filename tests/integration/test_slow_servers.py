@@ -1,4 +1,4 @@
-"""What the breaker takes for silence, and what it does not."""
+"""Which slow servers the breaker treats as silent, and which it does not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def test_statements_of_a_shard_that_is_far_away_are_let_be(module_dsn: str
         database = Database(SHARD, through(module_dsn, proxy))
         await database.open()
         await asyncio.wait_for(database._pool.connected(), 30)
-        # The round trip takes 0.22 s; with TLS half of the delay is enough.
+        # The round trip takes 0.22 s. With TLS, half of this delay would be enough to show the problem.
         proxy.delay_s = 0.11
         try:
             sleeps = (database.run(b"SELECT pg_sleep(3)::text", {}) for _ in range(4))

@@ -83,8 +83,8 @@ async def limit(by: Client, org: str, amount: int, *, per_s: int = DAY_S, queue:
 
 
 async def in_force(cluster: Cluster, org: str) -> None:
-    """Returns when each process of both routers has read the limits and put them in force, as a ListLimits makes it do.
-    A connection reaches a random process, so this function opens many."""
+    """Returns when each process of both routers has read the limits and put them in force: a ListLimits call makes a
+    process do both. Each connection reaches a random process, so this function opens many connections."""
     for routers in (cluster.near, cluster.far):
         for _ in range(8):
             async with client(routers.address) as one:
@@ -117,7 +117,7 @@ def test_bad_input_of_the_command_sets_nothing(cluster: Cluster, arguments: list
     assert cluster.sql("SELECT * FROM windrow.usage_limit ORDER BY 1, 2, 3") == before
 
 
-# ── How much starts ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── How many jobs start ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_all_processes_together_start_exactly_the_limit(cluster: Cluster, near: Client, far: Client) -> None:
@@ -302,7 +302,7 @@ async def test_the_bucket_moves_with_its_org(cluster: Cluster, near: Client, far
     await asyncio.to_thread(move.switch)
     assert cluster.tokens(org, shard="s2") == [4]
     await asyncio.to_thread(move.finish)
-    # This makes routers read the catalog, which says where the org is.
+    # This call makes routers read the catalog, which says where the org is.
     await in_force(cluster, org)
     async with far.stream(org, credit=100) as stream:
         await stream.until_jobs(4)

@@ -1,5 +1,5 @@
-"""Several takers in one claim: nobody gets another taker's jobs, and together they get what one taker would get (I2,
-I4)."""
+"""Several takers in one claim: no taker gets another taker's jobs, and together the takers get the jobs that a single
+taker would get (I2, I4)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ask(
     window_us: int = MINUTE_US,
     worker: str = "w",
 ) -> asyncio.Task[ClaimResult]:
-    """Begins a claim, together with the other claims of this event loop iteration."""
+    """Begins a claim. The claim shares a statement with the other claims of this event loop iteration."""
     return asyncio.create_task(
         store.claim(org, queues or [QUEUE], max_jobs=max_jobs, window_us=window_us, worker=worker)
     )
@@ -174,8 +174,8 @@ async def test_takers_of_many_orgs_learn_their_queues_numbers_by_one_statement(r
 async def test_a_wrong_memory_of_a_queue_gives_nothing_to_its_org_and_nothing_away_of_another(
     database: Database, org: OrgId, other_org: OrgId
 ) -> None:
-    """The store remembers a wrong number, as after a failover that lost the creation of a queue whose number now
-    belongs to another org (I4, I7)."""
+    """The store remembers a wrong queue number. This happens after a failover that lost the creation of a queue:
+    another org now has the queue's number (I4, I7)."""
     for wrong_first in (True, False):
         store = Store(database)
         await store.enqueue(some_jobs(other_org, 3, queue=B))
@@ -216,7 +216,7 @@ async def test_what_the_answers_have_no_room_for_is_left_as_it_was_and_comes_nex
     got: list[str] = []
     for _ in range(9):
         taken = await asyncio.gather(*(ask(store, org, max_jobs=wish) for wish in (1, 2, 3)))
-        # The first takers are served first, and nobody gets a job that is younger than a job that is left behind.
+        # The first takers are served first, and no taker gets a job that is younger than a job that nobody has got.
         now = [name for some in taken for name in ids(some)]
         got += now
         assert got == names[: len(got)]
@@ -231,7 +231,7 @@ async def test_what_the_answers_have_no_room_for_is_left_as_it_was_and_comes_nex
 async def test_an_orgs_large_payloads_leave_room_for_another_orgs_jobs(
     recorder: Recorder, org: OrgId, other_org: OrgId
 ) -> None:
-    """I4: each org gets jobs when it calls alone, so each must get jobs when they share a statement."""
+    """I4: each org gets jobs when it calls alone, so each org must get jobs when several orgs share a statement."""
     store = Store(recorder)
     await enqueue_in_turn(store, org, 6, payload=HALF)
     small = await enqueue_in_turn(store, other_org, 2)
@@ -243,7 +243,8 @@ async def test_an_orgs_large_payloads_leave_room_for_another_orgs_jobs(
 async def test_a_taker_with_little_room_left_does_not_hold_up_the_others(
     recorder: Recorder, org: OrgId, other_org: OrgId
 ) -> None:
-    """I4: an answer of one org with room for one more byte does not bound the statements for another org."""
+    """I4: if the answer to one org has room for only one more byte, this does not limit the statements for another
+    org."""
     store = Store(recorder)
     large = await enqueue_in_turn(store, org, 1, payload=HALF)
     large += await enqueue_in_turn(store, org, 1, payload=HALF[:-1])
@@ -396,7 +397,7 @@ async def test_a_taker_whom_postgres_refuses_costs_those_beside_it_nothing(
 async def test_what_is_leased_is_handed_out_though_the_shard_fails_before_a_second_turn(
     recorder: Recorder, org: OrgId, other_org: OrgId, error: Exception | None
 ) -> None:
-    """The jobs are leased by then, so nobody else could get them before their windows end."""
+    """The jobs are leased before the shard fails, so nobody else could get them before their windows end."""
     store = Store(recorder)
     expired = some_jobs(org, 1)
     expired.expires_at_us = {0: FAR_FUTURE_US}
@@ -429,7 +430,7 @@ async def test_takers_who_were_served_have_their_jobs_though_the_shard_goes_away
 
 
 class Answered(Recorder):
-    """Delays a claim's answer; the claim has committed by then."""
+    """Delays the answer to a claim. When the delay begins, the claim has committed."""
 
     def __init__(self, name: ShardName, dsn: str) -> None:
         super().__init__(name, dsn)
@@ -454,7 +455,7 @@ async def answered(module_dsn: str) -> AsyncGenerator[Answered, None]:
 
 
 def given_back(store: Store) -> asyncio.Future[set[QueueId]]:
-    """Returns a future: the queues in which the store gives jobs back the next time."""
+    """Returns a future. Its result is the queues in which the store gives jobs back the next time."""
     told: asyncio.Future[set[QueueId]] = asyncio.get_running_loop().create_future()
     store.on_visible = lambda queues: None if told.done() else told.set_result(queues)
     return told
@@ -563,8 +564,8 @@ async def test_no_claim_waits_until_many_large_jobs_have_been_claimed(
     claims = [ask(store, org, max_jobs=1) for _ in range(large)]
     (small,) = (await ask(store, other_org, max_jobs=1)).jobs
     assert small.payload == b"0"
-    # The act of this claim has at most eight statements, and an act that runs at the same time has eight more at most.
-    # All large jobs together take thirty.
+    # The act of this claim has at most eight statements. An act that runs at the same time has at most eight more. All
+    # large jobs together would take thirty statements.
     assert recorder.count(statements.CLAIM, since=before) <= 16
     found = [job for claim in await asyncio.gather(*claims) for job in ids(claim)]
     assert len(found) == len(set(found)) == large

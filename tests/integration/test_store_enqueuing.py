@@ -49,7 +49,7 @@ async def where(database: Database, names: list[JobId]) -> dict[str, tuple[str, 
     return {name: (org, queue) for name, org, queue in rows}
 
 
-# Together
+# Calls that share a statement
 
 
 async def test_calls_of_several_orgs_are_one_statement_and_each_job_is_its_orgs(
@@ -156,8 +156,8 @@ SPOILS: dict[Spoil, type[Exception]] = {
 
 
 async def assert_it_fails_alone(store: Store, database: Database, bad: NewJobs, kind: type[Exception]) -> Exception:
-    """Asserts that only this call fails. It runs together with calls of its own org and of other orgs, whose jobs are
-    stored and handed over."""
+    """Asserts that only this call fails. The call runs together with calls of its own org and of other orgs. The jobs
+    of those calls are stored and handed over."""
     orgs = [bad.org, OrgId(f"{bad.org}-beside"), bad.org, OrgId(f"{bad.org}-beside-too")]
     good = [some_jobs(one, 3, queue="beside", dedup_keys=[f"key-{at}"]) for at, one in enumerate(orgs)]
     told: list[list[int]] = []
@@ -223,7 +223,7 @@ async def test_an_org_whose_slot_is_not_owned_is_refused_alone(
 
 
 async def too_old(store: Store, org: OrgId) -> NewJobs:
-    """The id is too old by so little that only the shard can see it."""
+    """The id is only slightly too old, so that only the shard can notice it."""
     await store.names.make([(org, QUEUE)])
     return some_jobs(org, ids=[job_id(ahead_ms=-7 * DAY_MS - 60_000)])
 
@@ -272,7 +272,7 @@ COSTS: dict[Callable[[Store, OrgId], Awaitable[NewJobs]], list[bytes]] = {
 
 
 async def among(store: Store, bad: Sequence[NewJobs], count: int) -> None:
-    """Runs these calls in one act with good calls of another org, so that the act has this many calls. Asserts that the
+    """Runs these bad calls in one act with good calls of another org; all calls together are `count`. Asserts that the
     good calls succeed."""
     beside = OrgId(f"{bad[0].org}-beside")
     await store.names.make([(beside, QUEUE)])
@@ -289,7 +289,7 @@ async def test_calls_whose_fault_is_known_cost_those_beside_them_a_statement_or_
 ) -> None:
     store = Store(fresh_recorder)
     bad = [await spoil(store, org) for _ in range(10)]
-    # Make these calls once before, so that the store knows the queue.
+    # Make the bad calls once before the test, so that the store knows the queue.
     await asyncio.gather(*map(store.enqueue, bad), return_exceptions=True)
     before = len(fresh_recorder.runs)
     await among(store, bad, 100)
@@ -359,8 +359,8 @@ async def test_a_shard_that_is_away_is_everybodys_trouble(recorder: Recorder, or
 async def test_a_queue_remembered_under_another_orgs_number_never_brings_jobs_into_that_org(
     database: Database, org: OrgId, other_org: OrgId, wrong_first: bool
 ) -> None:
-    """The store remembers a wrong number, as after a failover that lost the creation of a queue whose number now
-    belongs to another org (I4, I7)."""
+    """The store remembers a wrong queue number. This happens after a failover that lost the creation of a queue:
+    another org now has the queue's number (I4, I7)."""
     store = Store(database)
     await store.enqueue(some_jobs(org, 1, queue=A))
     await store.enqueue(some_jobs(other_org, 1, queue=B))
@@ -614,7 +614,7 @@ async def test_a_key_that_counts_while_its_job_is_live_is_free_when_that_ended(
     await become(store, org, ids_of(old))
     live = await where_live(database, old.ids[0])
     new = some_jobs(org, 1, live_keys=["k"])
-    # The id counts more than the key, whichever job has the key.
+    # The id decides, not the key, whichever job has the key.
     again = some_jobs(org, ids=[*ids_of(new), *ids_of(old)], live_keys=["k", "k"])
     assert await store.enqueue(again) == ({0: old.ids[0], 1: old.ids[0]} if live else {1: old.ids[0]})
     holder = old if live else new
@@ -725,8 +725,8 @@ async def test_batches_of_two_routers_that_overlap_in_any_order_never_deadlock(
 async def test_a_call_that_is_stored_plain_and_beside_options_by_two_routers_does_not_deadlock(
     module_dsn: str, org: OrgId
 ) -> None:
-    """The statements take different forms, but lock the jobs in one order, also if the queues have another order."""
-    # A statement that gives up its wait for a lock would end a deadlock unseen, so statements wait for long.
+    """The two statements differ in form, but lock the jobs in the same order, even if the queues have another order."""
+    # The lock wait is long: a statement that gave up its wait would end a deadlock, and the test would not see it.
     database = Database(SHARD, module_dsn, connections=8, short_lock_wait_s=PATIENCE_S)
     database._tries = 0
     await database.open()
@@ -738,7 +738,8 @@ async def test_a_call_that_is_stored_plain_and_beside_options_by_two_routers_doe
         jobs.queues = [queue for _, queue in newest_first]
         beside = some_jobs(org, 1, max_attempts=3)
         async with asyncio.TaskGroup() as group, database.transaction() as connection:
-            # An enqueue that comes to the job in the middle waits there, and holds the locks of the jobs before it.
+            # This transaction stores the job in the middle. So an enqueue waits at this job, and holds the locks of the
+            # jobs before it.
             await connection.execute(
                 "INSERT INTO windrow.job (id, queue_id, run_at, visible_at, priority, kind, payload) "
                 "VALUES (%s, %s, now(), now(), 5, 'greet', '')",
@@ -765,7 +766,7 @@ async def test_a_caller_that_leaves_costs_nobody_anything(database: Database, or
     assert await stayer == {}
     with pytest.raises(asyncio.CancelledError):
         await leaver
-    # A retry gets an answer, whether the first call was done or not.
+    # A repeated call gets an answer, whether or not the first call has stored the jobs.
     assert await store.enqueue(gone) in ({}, dict(enumerate(gone.ids)))
     held = [lease for _, lease in await lease_jobs(store, org)]
     assert await store.settle(Settlement.ack(org, held)) == [Answer.OK] * 2

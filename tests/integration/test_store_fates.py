@@ -62,7 +62,8 @@ async def test_an_attempt_lasts_no_longer_than_its_job_may_run_however_often_it_
     assert await store.settle(Settlement.extend(org, [lease], window_us=HOUR_US)) == [Answer.STALE]
     (record,) = await store.get(org, ids_of(jobs), include_payload=False)
     assert [(a.outcome, a.ended_at - a.leased_at) for a in record.attempts()] == [(Outcome.TIMED_OUT, MINUTE_US)]
-    # A window that is longer than the job may run is cut. A lease that ends before that time is not timed out.
+    # A window that is longer than `max_runtime` is shortened to it. A lease that ends earlier than `max_runtime` is not
+    # timed out.
     ((again, _),) = await lease_jobs(store, org, window_us=HOUR_US)
     assert again.deadline == again.leased_at + MINUTE_US
     await end_leases(database, org)
@@ -72,7 +73,7 @@ async def test_an_attempt_lasts_no_longer_than_its_job_may_run_however_often_it_
 
 
 async def lease_ran_out(database: Database, org: OrgId) -> None:
-    """Moves the begin of every lease so far back that the lease has just ended."""
+    """Moves the beginning of every lease so far back that the lease has just ended."""
     await database.run(
         b"""
         UPDATE windrow.job j SET leased_at = j.leased_at - (j.visible_at - now()), visible_at = now()
@@ -84,8 +85,8 @@ async def lease_ran_out(database: Database, org: OrgId) -> None:
 
 
 async def test_when_setting_aside_fails_the_jobs_that_fit_are_handed_out(fresh_dsn: str, org: OrgId) -> None:
-    """The jobs are leased by then, so nobody else could get them before their windows end."""
-    # One connection, so that the short timeout affects only it.
+    """The jobs are leased before that step, so nobody else could get them before their windows end."""
+    # The database has one connection, so that the short timeout affects only this connection.
     database = Database(SHARD, fresh_dsn, connections=1)
     await database.open()
     try:
@@ -117,7 +118,7 @@ async def test_a_nack_of_the_last_attempt_buries_the_job(database: Database, org
     for attempt in (1, 2):
         ((job, lease),) = await lease_jobs(store, org, worker="w")
         assert job.attempt == attempt
-        # The nack's own delay does not bring back a job that has no attempts left.
+        # A job that has no attempts left is dead, although the nack asks for a delay.
         nack = Nack(
             lease=lease, failure=Failure(message=f"error {attempt}"), retry_after_us=0 if attempt == 2 else None
         )
@@ -340,7 +341,7 @@ async def test_jobs_that_wait_are_changed_and_all_others_stay_as_they_are(databa
         assert records[3:] == [before[job] for job in names[3:-1]], "the others stay as they are"
         return records[:3]
 
-    # A call for another org changes nothing.
+    # A call in the name of another org changes nothing.
     assert await store.alter(OrgId(f"{org}-2"), names, Alteration(priority=1)) == [Answer.NOT_FOUND] * 8
     for record in await altered(Alteration(attributes='{"c": "d"}')):
         assert record == before[record.id]._replace(attributes='{"c": "d"}')
@@ -349,7 +350,7 @@ async def test_jobs_that_wait_are_changed_and_all_others_stay_as_they_are(databa
     assert [(record.priority, record.state) for record in of_priority] == [(1, "scheduled"), (1, "ready"), (1, "ready")]
     assert of_priority[0].run_at == before[scheduled].run_at
     assert [attempt.outcome for attempt in of_priority[2].attempts()] == [Outcome.EXPIRED]
-    # The same priority again moves no job.
+    # To set the same priority again moves no job.
     assert await altered(Alteration(priority=1)) == of_priority
     assert {record.state for record in await altered(Alteration(delay_us=HOUR_US))} == {"scheduled"}
     assert {record.state for record in await altered(Alteration(run_at_us=1))} == {"ready"}

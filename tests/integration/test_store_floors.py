@@ -1,4 +1,4 @@
-"""Floors are hints (I7): jobs that were committed late are found late, but never lost."""
+"""Floors are only hints (I7): jobs that were committed late are found late, but never lost."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ async def test_a_job_that_commits_within_the_guard_is_found_without_a_sweep(data
 async def test_a_job_that_another_claim_had_locked_and_let_go_is_found_after_a_sweep(
     database: Database, org: OrgId
 ) -> None:
-    """A claim skips rows that others have locked. If those transactions roll back, the rows are behind the floor."""
+    """A claim skips rows that other transactions have locked. If those transactions roll back, the rows are below the
+    floor."""
     store = Store(database)
     jobs = some_jobs(org, 5)
     await store.enqueue(jobs)
@@ -182,7 +183,7 @@ async def test_what_a_sweep_has_found_is_told_although_something_else_of_it_fail
     for _ in range(2):
         assert queue_id in (await store.sweep([queue_id])).first
     if isinstance(error, ShardUnavailable):
-        # The second time is not worth a warning.
+        # Only the first failure of each step is logged as a warning.
         failed = ["fill slots of groups", "move jobs that have aged", "look after quarantined kinds"]
         warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
         assert [words in text for words, text in zip(failed, warned, strict=True)] == [True] * 3

@@ -1,4 +1,4 @@
-"""Jobs that are leased to waiting consumers in the insert itself: their leases are like any others (I2), and each is
+"""Jobs that the insert itself leases to waiting consumers. The leases are like any other leases (I2), and each job is
 reported exactly once."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ A, B = QueueName("a"), QueueName("b")
 
 @dataclass(kw_only=True)
 class Told:
-    """Records the calls of a handover's `done`: in the end there is exactly one call."""
+    """Records the calls of the `done` function of a hand-over: in the end there is exactly one call."""
 
     calls: list[Handed] = field(default_factory=list[Handed])
     heard: asyncio.Event = field(default_factory=asyncio.Event)
@@ -48,7 +48,7 @@ class Told:
 
     async def in_the_end(self) -> list[int]:
         await asyncio.wait_for(self.heard.wait(), 30)
-        # By now a second call would have happened.
+        # A second call would have happened before this moment.
         for _ in range(20):
             await asyncio.sleep(0)
         return self.positions
@@ -167,7 +167,7 @@ async def test_a_job_handed_over_that_expires_comes_back_with_its_attempt_counte
     for record in await store.get(org, ids_of(jobs), include_payload=False):
         assert [(a.attempt, a.outcome, a.worker) for a in record.attempts()] == [(1, Outcome.EXPIRED, "waiter")]
     assert await store.settle(Settlement.ack(org, leases_of(jobs))) == [Answer.STALE] * 2
-    # It was the last attempt: after another expiry the jobs are dead.
+    # This attempt was the last one: after another expiry the jobs are dead.
     await end_leases(database, org)
     assert await lease_jobs(store, org) == []
     assert {r.state for r in await store.get(org, ids_of(jobs), include_payload=False)} == {"dead"}
@@ -183,7 +183,7 @@ async def test_a_job_handed_over_that_expires_is_ahead_of_every_floor(
     handed, told = handover(to_all(jobs))
     await stores[0].enqueue(jobs, handed)
     assert told.positions == [0, 1]
-    # Both routers' floors go as far beyond the insert as they can.
+    # The floors of both routers move as far beyond the insert as possible.
     for store in stores:
         await pass_time(database, GUARD_US / 1_000_000 + 0.1)
         await store.enqueue(some_jobs(org, 2))
@@ -226,7 +226,7 @@ async def test_jobs_of_a_group_are_handed_over_as_far_as_the_group_has_slots(
     jobs.ids.sort()
     jobs.groups = {0: "g", 1: "h", 2: "g", 4: "g", 5: "g"}
     handed, told = handover(to_all(jobs))
-    # Their positions in the statement are behind those of another call.
+    # The positions of these jobs in the statement come after the positions of another call's jobs.
     beside = some_jobs(other_org, 3, group="g")
     handed_beside, told_beside = handover(to_all(beside, number=43))
     await at_once(store.enqueue(beside, handed_beside), store.enqueue(jobs, handed))
@@ -235,7 +235,7 @@ async def test_jobs_of_a_group_are_handed_over_as_far_as_the_group_has_slots(
     assert (len(told_beside.positions), len(told_beside.calls[0].waiting)) == (1, 2)
     found = {record.id: record for record in await store.get(org, ids_of(jobs), include_payload=False)}
     assert [found[name].attempt for name in ids_of(jobs)] == [1, 1, 1, 1, 0, 0, 1]
-    # A group whose slots are taken gets none.
+    # No job of a group whose slots are taken is handed over.
     later = some_jobs(org, 1, group="g")
     handed_later, told_later = handover(to_all(later, number=44))
     await store.enqueue(later, handed_later)
@@ -298,7 +298,7 @@ async def test_a_job_that_gets_the_slot_of_a_known_job_is_ready_and_its_hand_ove
 
 
 async def test_an_enqueue_that_stores_nothing_gives_no_slots(database: Database, org: OrgId) -> None:
-    """It may not hold the locks of the groups."""
+    """Such an enqueue must not take the locks of the groups."""
     store = Store(database)
     first, second = some_jobs(org, 1, group="g"), some_jobs(org, 1, group="g")
     await store.enqueue(first)
@@ -318,7 +318,7 @@ async def test_an_enqueue_that_stores_nothing_gives_no_slots(database: Database,
 
 
 async def test_an_enqueue_that_is_refused_looks_at_no_group(database: Database, org: OrgId) -> None:
-    """It neither waits for a group nor gives a slot to a job that has become due."""
+    """The enqueue neither waits for a group nor gives a group slot to a job that has become due."""
     store = Store(database)
     scheduled = some_jobs(org, 1, group="g", delay_us=MINUTE_US)
     await store.enqueue(scheduled)
@@ -399,7 +399,7 @@ async def test_a_job_known_already_is_not_handed_over(
 async def test_what_is_told_as_handed_over_is_what_is_leased_when_calls_share_jobs(
     database: Database, org: OrgId
 ) -> None:
-    """The call that stored a job has leased it, and no other call is told that it has."""
+    """Only the call that stored a job is told that the job was leased by it."""
     store = Store(database)
     for _ in range(20):
         shared = [job_id(), job_id()]
@@ -422,7 +422,7 @@ async def test_what_is_told_as_handed_over_is_what_is_leased_when_calls_share_jo
             await store.settle(Settlement.ack(org, leases_of(jobs, 100 + number)))
 
 
-# Told exactly once
+# Each job is reported exactly once
 
 
 async def assert_nothing_was_handed(store: Store, jobs: NewJobs) -> None:
@@ -561,8 +561,8 @@ async def test_a_handover_is_told_though_its_caller_has_left(
     positions = await told.in_the_end()
     assert len(told.calls) == 1
     await asyncio.gather(*others)
-    # Either the call is done and reported as done, or it is not done. Only if its answer was lost, jobs may be leased
-    # without a report: then a release makes sure.
+    # Either the call has been executed and reported, or it has not been executed. Only if its answer was lost, jobs may
+    # be leased without a report. In this case a release ends the leases.
     assert positions in ([0, 1], [])
     if positions:
         assert await store.settle(Settlement.ack(org, leases_of(jobs))) == [Answer.OK] * 2

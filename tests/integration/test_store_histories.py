@@ -1,4 +1,4 @@
-"""The history of a job's attempts: each lease that has ended is in it, with what the attempt logged."""
+"""The history of a job's attempts has each lease that has ended, with the log of the attempt."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ async def test_a_cancel_ends_an_attempt_and_the_history_tells_by_whom_and_when(d
     ((job, lease),) = await lease_jobs(store, org, worker="w1", max_jobs=1)
     await _extend(store, org, lease, LINES)
     assert await store.cancel(org, ids_of(jobs), reason="no more") == [Answer.OK] * 2
-    # This is too late for the lines that were logged since the last extend.
+    # After the cancel, the ack cannot add the lines that the attempt has logged since the last extend.
     assert await store.settle(Settlement.ack(org, [lease])._replace(logs={0: "late"})) == [Answer.CANCELLED]
     record = await _record(store, org, job.id)
     assert _seen(record) == [(1, Outcome.CANCELLED, "w1", LINES)]

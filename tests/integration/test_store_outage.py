@@ -1,4 +1,4 @@
-"""A server goes away: nothing hangs, nothing is lost, and no call waits when the server is back."""
+"""A server stops answering: nothing hangs, nothing is lost, and calls do not have to wait when the server is back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.jobs import HOUR_US, QUEUE, lease_jobs, some_jobs
 from tests.postgres import frozen, kill
 from tests.streams import until
 
-# How long a call waits for a connection if nothing finds out that the server is away: longer than a test waits.
+# How long a call waits for a connection if nothing detects that the server is away. This is longer than a test waits.
 WAIT_S = 3600.0
 PATIENCE_S = 30.0
 
@@ -40,7 +40,7 @@ def server() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(server: Cluster) -> Cluster:
-    """The server, running again whatever the previous test did to it."""
+    """The server. It runs again, whatever the previous test did to it."""
     server.start()
     return server
 
@@ -98,7 +98,7 @@ async def test_while_the_server_is_away_every_call_is_told_so_in_time(
     for answer in answers:
         assert isinstance(answer, ShardUnavailable)
         assert str(answer).startswith("shard 's1' is unavailable: ")
-    # The store finds the server soon after it is back.
+    # The store connects soon after the server is back.
     cluster.start()
     await asyncio.wait_for(database._pool.connected(), PATIENCE_S)
     assert await store.enqueue(some_jobs(org, 1)) == {}
@@ -134,7 +134,7 @@ async def test_silence_is_noticed_and_so_is_its_end(cluster: Cluster, database: 
             for answer in answers:
                 assert isinstance(answer, ShardUnavailable)
                 assert str(answer) == "shard 's1' is unavailable: it does not answer"
-            # Now the store knows of the silence, so a new call is refused before anything else happens.
+            # Now the store knows that the server is silent, so it refuses a new call at once.
             late = asyncio.create_task(database.run(b"SELECT 1", {}))
             for _ in range(5):
                 await asyncio.sleep(0)
@@ -203,7 +203,7 @@ async def test_the_last_of_four_silent_servers_is_found_soon_after_it_speaks_aga
             with pytest.raises(ShardUnavailable):
                 await database.run(b"SELECT 1", {})
             assert database._breaker.trouble is not None
-            # Wait for so many connections that the first probes have been given up.
+            # Wait until the servers have accepted many connections: then the first probes have been given up.
             began, before = time.monotonic(), len(taken)
             await until(lambda: len(taken) >= before + 3 * 6, "it is asked again and again")
             assert time.monotonic() - began > 2, "and not all the time"
@@ -221,7 +221,7 @@ async def test_a_statement_that_takes_long_is_let_be_and_so_are_the_others(
 ) -> None:
     # A busy machine may answer late; that is not silence.
     monkeypatch.setattr("shard.postgres.breaker._SILENCE_S", 20.0)
-    # All connections are busy for so long that the server is probed on another connection.
+    # All connections are busy for so long that the store probes the server on another connection.
     assert await asyncio.gather(*(database.run(b"SELECT pg_sleep(3)::text", {}) for _ in range(4))) == [[("",)]] * 4
     assert "is unavailable" not in caplog.text
     assert database._breaker._asked_s > 0, "the server was asked"

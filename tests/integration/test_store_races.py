@@ -24,9 +24,9 @@ from tests.timemachine import until_blocked
 TRIALS = trials(400, thorough=10_000)
 LANES = 4
 luck = luck_of("races")
-# The bounds of the search for the window with which half of the acks come too late.
+# The test searches for the window with which half of the acks come too late. These are the bounds of the search.
 WINDOW_US_MIN, WINDOW_US_MAX = 50.0, 200_000.0
-# The databases wait this long for a lock, so that no call is refused because another one is slow.
+# The databases wait this long for a lock, so that no call is refused because another call is slow.
 PATIENCE_S = 30.0
 
 ClaimResult = list[tuple[Claimed, Lease]]
@@ -52,7 +52,7 @@ async def ack(store: Store, org: OrgId, leases: Sequence[Lease]) -> list[Answer]
 
 
 async def assert_one_lease_at_a_time(database: Database, org: OrgId, takings: Sequence[ClaimResult]) -> None:
-    """Asserts that the consumers' leases are those in the history, and that no two leases of a job overlap."""
+    """Asserts that the consumers' leases are the leases in the history, and that no two leases of a job overlap."""
     told = [(job.id, lease.number) for taken in takings for job, lease in taken]
     booked: list[tuple[str, int]] = []
     rows = await database.run(
@@ -89,7 +89,8 @@ async def _as_coroutine(awaitable: Awaitable[None]) -> None:
 
 
 async def test_an_ack_that_races_with_its_deadline_wins_or_is_stale(wide: Database, org: OrgId) -> None:
-    """Two consumers also try to claim the jobs. Each job has one winner, and the others change nothing."""
+    """Two consumers also try to claim the jobs. For each job, either the ack or one claim wins, and the other calls
+    change nothing."""
     takings: list[ClaimResult] = []
     outcomes: Counter[Answer] = Counter()
 
@@ -129,7 +130,7 @@ async def test_an_ack_that_races_with_its_deadline_wins_or_is_stale(wide: Databa
     await in_lanes(lane)
     await assert_one_lease_at_a_time(wide, org, takings)
     print(f"\n{outcomes[Answer.OK]} acks in time, {outcomes[Answer.STALE]} too late")
-    # Both must have won often; otherwise there was no race.
+    # Acks and claims must both have won often. Otherwise there was no race.
     assert min(outcomes[Answer.OK], outcomes[Answer.STALE]) > TRIALS // 10
 
 
@@ -237,7 +238,7 @@ async def test_a_retried_enqueue_that_races_with_the_end_of_its_job_stores_no_se
         retried = some_jobs(org, ids=luck.sample([*ids_of(jobs), *ids_of(fresh)], len(jobs) + len(fresh)))
         known, answers = await asyncio.gather(producer.enqueue(retried), end(consumer, org, leases))
         assert set(answers) == {Answer.OK}
-        # The jobs of the first call are recognised by their ids, and no other jobs are.
+        # Only the jobs of the first call are recognised by their ids.
         assert known == {at: name for at, name in enumerate(retried.ids) if name in jobs.ids}
         left = leases_of(await lease_jobs(consumer, org))
         assert sorted(lease.job_hex for lease in left) == sorted(name.replace("-", "") for name in fresh.ids)
@@ -251,9 +252,9 @@ async def test_a_retried_enqueue_that_races_with_the_end_of_its_job_stores_no_se
 async def test_an_enqueue_whose_snapshot_is_older_than_the_end_of_its_job_looks_again(
     fresh_database: Database, org: OrgId, end: End, refuses: bool
 ) -> None:
-    """This test forces the race above: the enqueue has its snapshot and waits for a dedup key while the job ends.
-    Without the function that looks again there would be a second copy, so this test detects the absence of that
-    function."""
+    """This test forces the race of the previous test: the enqueue has its snapshot and waits for a dedup key while the
+    job ends. Without windrow.refuse_settled, the enqueue does not look for the job again and stores a second copy. This
+    shows that the test forces the race."""
     database = fresh_database
     store = Store(database)
     if not refuses:

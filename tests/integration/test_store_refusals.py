@@ -78,7 +78,7 @@ async def test_a_slot_that_is_not_owned_takes_nothing(fresh_database: Database, 
     assert caught.value.epoch == (7 if state == "draining" else 0)
     assert f"slot {slot_of(org)} is {state} there" in str(caught.value)
     assert await everything(fresh_database) == before
-    # Existing jobs can be finished.
+    # Consumers can still finish existing jobs.
     held = [lease for queue in (A, B) for _, lease in await lease_jobs(store, org, queue=queue)]
     assert await store.settle(Settlement.ack(org, held, [None] * 4)) == [Answer.OK] * 4
 
@@ -100,7 +100,7 @@ async def test_ids_made_outside_the_horizon_are_refused_with_their_positions(
         await store.enqueue(two_queues(org, ids))
     assert caught.value.positions == [1, 3]
     assert await everything(fresh_database) == {"jobs": 0, "dedup keys": 0, "accepted": 0}
-    # The queues are not made either: an org may have only so many.
+    # The refused call has not created its queues either: an org may have only a limited number of queues.
     assert await fresh_database.run(b"SELECT FROM windrow.org UNION ALL SELECT FROM windrow.queue", {}) == []
 
 
@@ -200,7 +200,7 @@ async def test_an_enqueue_finds_out_that_it_remembers_queues_wrongly(database: D
 async def test_a_store_that_knows_an_org_from_before_a_restore_never_touches_the_org_that_has_its_number_now(
     fresh_database: Database, org: OrgId, other_org: OrgId
 ) -> None:
-    """I4, I7: in a backup from before the org existed, the org's number goes to the next org that comes."""
+    """I4, I7: the backup is older than the org. After the restore, the next new org gets the org's number."""
     numbers = b"SELECT org_id, org FROM windrow.org"
     store = Store(fresh_database)
     await store.enqueue(some_jobs(org, 1))
@@ -249,7 +249,8 @@ async def test_a_claim_never_obeys_a_wrong_memory_of_a_queue(database: Database,
 
 
 async def test_a_store_that_remembers_queues_wrongly_recovers_within_a_sweep(database: Database, org: OrgId) -> None:
-    """As after a failover that lost the creation of a queue: no job waits longer than the sweep interval (I7)."""
+    """The store is in the state after a failover that lost the creation of a queue: no job waits longer than the sweep
+    interval (I7)."""
     store = Store(database)
     ids = [job_id(), job_id()]
     await store.enqueue(two_queues(org, ids))
@@ -358,7 +359,8 @@ async def test_calls_of_two_orgs_with_the_same_ids_and_keys_are_stored_in_one_st
 async def test_two_orgs_with_the_same_ids_each_see_only_their_own_jobs_and_keys(
     database: Database, org: OrgId, other_org: OrgId
 ) -> None:
-    """One statement stores one org's job, and not the other org's, whose key belongs to an earlier job."""
+    """One statement stores the job of one org. It does not store the job of the other org, whose key belongs to an
+    earlier job."""
     store = Store(database)
     holder = some_jobs(other_org, 1, dedup_keys=["k"])
     await store.enqueue(holder)
@@ -458,7 +460,7 @@ async def test_a_lease_and_the_lease_before_it_are_answered_apart_in_one_call(da
     ]
 
 
-# As many queues as an org may have
+# The largest number of queues of an org
 
 
 async def test_an_org_with_as_many_queues_as_it_may_have_gets_no_more_and_no_name_is_kept(
@@ -503,7 +505,7 @@ async def test_of_several_calls_those_of_an_org_that_may_have_no_more_queues_are
     rivals = [some_jobs(org, 1, queue=f"{org}-{at}") for at in range(5)]
     answers = await asyncio.gather(*map(store.enqueue, [*calls, *rivals]), return_exceptions=True)
     assert answers[:2] == [{}, {}]
-    # One of the rivals has got the last free place.
+    # One of the concurrent calls has created the last queue that the org may have.
     assert sorted(map(type, answers[2:]), key=str) == sorted([dict, *[TooManyQueues] * 4], key=str)
 
 
@@ -539,7 +541,8 @@ async def test_a_deleted_queue_comes_back_with_its_next_job_even_if_that_dies(
 async def test_an_org_that_is_erased_while_it_gets_a_queue_has_not_too_many(
     fresh_recorder: Recorder, org: OrgId, moment: bytes
 ) -> None:
-    """The job is stored for the org that comes after, whichever org the queue was created for."""
+    """The job is stored for the org that is created after the erasure, whichever of the two orgs the queue was created
+    for."""
     store = Store(fresh_recorder)
     for number in range(20):
         await store.enqueue(some_jobs(org, queue=f"queue-{number}"))
@@ -582,7 +585,7 @@ async def test_an_org_that_is_erased_while_an_operator_makes_it_a_queue_has_not_
 
 
 class Dying(Database):
-    """Fails after `left` statements, as if the process that uses it had ended."""
+    """A database that fails after `left` statements, as if the process that uses it had ended."""
 
     def __init__(self, dsn: str) -> None:
         super().__init__(SHARD, dsn, may_scan=True)

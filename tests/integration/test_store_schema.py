@@ -1,5 +1,5 @@
-"""A shard creates its own schema once, whoever comes first. A database that belongs to something else is refused and
-not changed."""
+"""Whichever process comes first creates the schema of a shard, once. A database that belongs to something else is
+refused and not changed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_migrating_again_runs_nothing(fresh_dsn: str) -> None:
 
 
 async def test_processes_that_start_do_not_wait_for_locks_when_nothing_is_to_be_made(spare_dsn: str) -> None:
-    """Hundreds of processes may start at the same moment, and each would hold up all others."""
+    """Hundreds of processes may start at the same moment. If they took locks, each process would delay all others."""
     async with opened(spare_dsn) as database:
         await schema.migrate(database, cluster=CLUSTER)
         await catalog.found(database, cluster=CLUSTER, weights={SHARD: 1.0})
@@ -117,7 +117,8 @@ async def test_a_new_database_accepts_texts_of_functions_that_name_what_later_mi
 async def test_a_function_stays_as_it_is_until_the_migration_that_installs_its_current_text(
     fresh_dsn: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Calls go on between two migrations. So a text that needs a column comes with that column."""
+    """Calls continue between two migrations. So the migration that adds a column also installs the function text that
+    needs the column."""
     text = b"CREATE OR REPLACE FUNCTION windrow.told() RETURNS text LANGUAGE sql AS $$ SELECT 'new' $$;\n"
     (tmp_path / "told.sql").write_bytes(text)
     ours = schema.migrations()
@@ -313,7 +314,7 @@ async def test_an_empty_database_is_made_a_shards_only_while_nothing_is_lost_wit
 ) -> None:
     first, second, third = database_of(), database_of(), database_of()
     await admit(first, fresh_database)
-    # The first database held nothing, so a typing error in the DSN may be corrected.
+    # The first database holds no data, so an operator may correct a typing error in the DSN.
     assert await admit(second, fresh_database)
     await give_slots(fresh_database, 1200)
     with pytest.raises(Misconfigured) as caught:

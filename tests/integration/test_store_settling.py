@@ -1,4 +1,5 @@
-"""Acks, nacks, extends and releases of many calls and orgs in one statement: each is answered as if it were alone."""
+"""Acks, nacks, extends and releases of many calls and orgs in one statement: each call is answered as if it were
+alone."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ async def test_calls_of_several_orgs_share_a_statement_and_each_hears_its_own(
 async def test_a_lease_that_two_orgs_name_is_its_owners_alone(
     recorder: Recorder, org: OrgId, other_org: OrgId, verb: str
 ) -> None:
-    """The answers do not depend on which org asks first, on what else a call names, or on how calls are combined."""
+    """The answers do not depend on which org calls first, on what else a call names, or on how calls are combined."""
     store = Store(recorder)
     act = VERBS[verb].act
     for owner_first, with_own in itertools.product((True, False), repeat=2):
@@ -236,7 +237,7 @@ async def test_each_lease_is_extended_by_the_window_of_its_own_call(
 async def test_of_several_extends_of_one_lease_the_longest_is_in_force(
     recorder: Recorder, org: OrgId, windows: tuple[int, ...]
 ) -> None:
-    """Each caller was told OK, so its lease must last as long as its window."""
+    """Each caller got the answer OK, so the lease must last for the longest window."""
     store = Store(recorder)
     await store.enqueue(some_jobs(org, 1))
     ((job, lease),) = await lease_jobs(store, org, window_us=MINUTE_US)

@@ -1,4 +1,4 @@
-"""Consume: what a stream sends and in which order, how it ends, and which jobs go back when it does."""
+"""Consume: what a stream sends and in which order, how the stream ends, and which jobs are given back when it ends."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from tests.streams import (
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 SHARDS = ("s1", "s2")
-# Longer than a test takes, so that no sweep hides a lost wake-up.
+# The pause between sweeps is longer than a test, so that no sweep hides a lost wake-up.
 NEVER_S = 3600.0
 
 
@@ -85,7 +85,7 @@ async def near(routers: Routers) -> AsyncGenerator[Client, None]:
 
 @pytest.fixture(scope="module")
 def unswept(dsns: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Generator[Routers, None, None]:
-    """A router that never sweeps, for tests of what comes at once."""
+    """A router that never sweeps, for tests of jobs that must arrive at once."""
     config = tmp_path_factory.mktemp("unswept") / "cluster.toml"
     with running_routers(write_cluster(config, dsns, sweep_seconds=NEVER_S)) as running:
         yield running
@@ -236,7 +236,7 @@ async def test_credit_is_counted_up_to_ten_thousand_outstanding(near: Client, or
 
 
 async def test_jobs_that_wait_to_be_sent_go_back_uncounted_when_a_stream_is_refused(near: Client, org: str) -> None:
-    # 15 MB: on a busy machine the buffers between router and client may take 6 MB.
+    # The jobs have 15 MB, because on a busy machine the buffers between router and client may hold 6 MB.
     ids = await near.enqueue(org, *(new_job(payload=b"x" * 150_000) for _ in range(100)))
     async with near.stream(org, credit=1000, reads=False) as stream:
         await until(lambda: leased(near, org, ids), "the router took jobs that it cannot send")
@@ -265,8 +265,8 @@ async def assert_back(
     near: Client, org: str, ids: Sequence[str], *streams: Stream, unsure: int = 0, being_sent: int = 0
 ) -> None:
     """Asserts that all jobs that these streams did not get can be claimed at once, and that no attempt was counted for
-    them. Up to `unsure` jobs that the streams got may be claimed too. Up to `being_sent` jobs may have been in messages
-    that gRPC had already taken, and stay leased."""
+    them. Among the jobs that the streams got, up to `unsure` may be claimed too. Up to `being_sent` jobs may stay
+    leased, because gRPC had already taken their messages."""
     got = {job.id for stream in streams for job in stream.jobs}
     rest = {one for one in ids if one not in got}
     found: dict[str, int] = {}
@@ -293,7 +293,7 @@ async def test_never_more_jobs_come_than_there_is_credit_for(near: Client, org: 
             await stream.until_jobs(seen)
             # A backlog waits meanwhile, and new jobs are enqueued.
             ids += await near.enqueue(org, *(new_job() for _ in range(3)))
-            # The answer to this request comes after everything that was on its way.
+            # The answer to this request comes after everything that the router was sending before.
             await stream.settle(seen, releases=[TOKEN])
             assert len(stream.jobs) == seen
         await stream.send(credit=1000)
@@ -326,7 +326,7 @@ async def test_a_backlog_comes_by_priority_and_then_by_time(near: Client, org: s
 
 
 async def test_a_large_backlog_comes_in_messages_that_any_client_takes(near: Client, org: str) -> None:
-    # 4 MiB is this client's limit: one byte more would end the stream.
+    # This client accepts at most 4 MiB: one more byte would end the stream.
     payloads = [size * 1024 for size in (1024, 900, 1024, 1, 600, 1024, 1023, 0, 700, 1024)]
     ids = [(await near.enqueue(org, new_job(payload=b"\xff" * size)))[0] for size in payloads]
     async with near.stream(org, credit=100) as stream:
@@ -436,7 +436,8 @@ async def test_a_batch_is_dealt_evenly_to_those_who_wait(near: Client, org: str)
 
 
 async def parked(near: Client, org: str, streams: Sequence[Stream]) -> bool:
-    """Enqueues a batch. Returns whether every stream has got its share of it, and so waits."""
+    """Enqueues a batch. Returns whether every stream has got its share of the batch, which shows that the stream
+    waits."""
     before = [len(stream.jobs) for stream in streams]
     count = len(streams)
     ids = await near.enqueue(org, *(new_job() for _ in range(count)))
@@ -593,7 +594,7 @@ async def test_a_message_that_is_too_large_is_answered_with_the_limit_and_the_st
         reason = error_details_pb2.ErrorInfo()
         assert settled.error.details[0].Unpack(reason)
         assert reason.reason == "MESSAGE_TOO_LARGE"
-        # Nothing of the message was done. Its halves are accepted on the same stream.
+        # No settlement of the message was executed. Each half of the message is accepted on the same stream.
         assert await stream.settle(1, acks=large[:150]) == []
         assert await stream.settle(2, acks=large[150:]) == []
     assert await states(near, org, *(job.id for job in jobs)) == {"SUCCEEDED": 300}
@@ -688,7 +689,7 @@ async def test_a_half_close_ends_in_order_after_every_answer(near: Client, org: 
 
 @pytest.mark.parametrize("end", ["half-close", "cancel"])
 async def test_jobs_that_were_not_sent_are_anothers_at_once_and_uncounted(near: Client, org: str, end: str) -> None:
-    # The jobs have 15 MB. On a busy machine the buffers between router and client may take 6 MB.
+    # The jobs have 15 MB, because on a busy machine the buffers between router and client may hold 6 MB.
     ids = await near.enqueue(org, *(new_job(payload=b"x" * 150_000) for _ in range(100)))
     async with near.stream(org, credit=1000, reads=False) as stream:
         await until(lambda: leased(near, org, ids), "the router took jobs that it cannot send")
@@ -699,7 +700,7 @@ async def test_jobs_that_were_not_sent_are_anothers_at_once_and_uncounted(near: 
             await assert_back(near, org, ids, stream)
         else:
             await stream.cancel()
-            # Jobs that were sent and never read stay leased; they are few.
+            # Jobs that were sent but never read stay leased. There are only few of them.
             found: dict[str, int] = {}
 
             async def take() -> bool:
@@ -768,11 +769,11 @@ async def test_a_consumer_that_does_not_read_neither_grows_the_router_nor_blocks
         prompt.stream(org, "other", credit=1000) as other,
         apart.stream(org, credit=10_000, reads=False),
     ):
-        # The consumer that does not read waits, so that jobs are handed over to it.
+        # The consumer that does not read waits for jobs, so that jobs are handed over to it.
         await until(lambda: handed(prompt, org), "the consumer that does not read has been handed a job")
         before_mb = router.memory_info().rss / 1e6
         for turn in range(50):
-            # 80 MB in total.
+            # The jobs have 80 MB in total.
             await prompt.enqueue(org, *(new_job(payload=b"x" * 16_000) for _ in range(100)))
             await prompt.enqueue(org, new_job(queue="other"))
             await other.until_jobs(turn + 1)
@@ -790,7 +791,7 @@ async def handed(near: Client, org: str) -> bool:
 
 @dataclass(kw_only=True)
 class Blocked:
-    """A gRPC context, as far as a stream uses it, whose writes never finish."""
+    """A gRPC context whose writes never finish. It has only the methods that a stream uses."""
 
     writing: asyncio.Event
 
@@ -980,7 +981,7 @@ async def test_jobs_that_wait_half_their_window_for_a_consumer_that_does_not_rea
         gone = await asyncio.wait_for(store.released.get(), PATIENCE_S)
         assert gone == [lease_of(name, 7) for name in late]
         assert asyncio.get_running_loop().time() - began_s >= 1 * 0.99
-        # The consumer has credit for as many other jobs, and gets none before it has read.
+        # The consumer has got the credit of the released jobs back, but gets no job before it has read.
         assert (consumer.credit, stream.is_full()) == (2, True)
         context.reads.release()
         await asyncio.wait_for(stream.reserve(0, ShardName("shard")), PATIENCE_S)
@@ -1013,7 +1014,7 @@ async def test_a_stream_is_refused_without_any_shard_too() -> None:
 
 
 async def said(*requests: queue_pb2.ConsumeRequest) -> AsyncGenerator[Received, None]:
-    """Gives the consumer's messages one after another, and then waits for ever."""
+    """Yields the consumer's messages one after another, and then waits without end."""
     for request in requests:
         yield Received(request, 0)
     await asyncio.Event().wait()
@@ -1098,7 +1099,7 @@ async def test_streams_that_do_not_say_whose_they_are_keep_no_other_connection_o
         silent = [begin("one") for _ in range(6)]
         other = begin("other", queue_pb2.ConsumeRequest(start=start("org"), credit=1))
         assert await asyncio.wait_for(other.let_in, PATIENCE_S)
-        # The silent streams held half of the places, and not for long.
+        # The silent streams held half of the places, but only for a short time.
         assert [await asyncio.wait_for(one.let_in, PATIENCE_S) for one in silent] == [False] * 6
         late, full = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED
         assert [one.refusal.code for one in silent] == [late] * 3 + [full] * 3
@@ -1155,7 +1156,7 @@ async def test_streams_of_all_sorts_end_with_their_router(
     near: Client, org: str, dsns: dict[str, str], tmp_path: Path
 ) -> None:
     ids = await near.enqueue(org, *(new_job(payload=b"x" * 100_000) for _ in range(100)))
-    # With this time, a stream that delayed the drain would delay it for longer than this test waits.
+    # With this drain time, a stream that delayed the drain would delay it for longer than this test waits.
     with running_routers(write_cluster(tmp_path / "cluster.toml", dsns, drain_seconds=3600)) as ends:
         async with (
             client(ends.address) as other,
@@ -1185,7 +1186,8 @@ async def test_a_router_that_ends_gives_back_what_a_consumer_never_read(
     ids = await near.enqueue(org, *(new_job(payload=b"x" * 100_000) for _ in range(100)))
     config = write_cluster(tmp_path / "cluster.toml", dsns, drain_seconds=1)
     with running_routers(config) as ends:
-        # This keeps the connection's windows small: otherwise gRPC may enlarge them until they hold all the jobs.
+        # This option keeps the connection's flow-control windows small: otherwise gRPC may enlarge them until they hold
+        # all the jobs.
         small = ("grpc.http2.bdp_probe", 0)
         async with client(ends.address, small) as other, other.stream(org, credit=1000, reads=False) as stream:
             await until(lambda: leased(near, org, ids), "the router took jobs that it cannot send")

@@ -1,4 +1,4 @@
-"""deploy/systemd: the units start programs that work and end in time, and let them do little else.
+"""deploy/systemd: the units start programs that work and end in time, and allow the programs little else.
 
 No systemd runs here: tests/deployed.py does what ExecStart, Environment and the signals say.
 """

@@ -1,4 +1,5 @@
-"""A router that speaks TLS: who gets in, what others are told, and certificates that change while calls run."""
+"""A router that speaks TLS: which clients it accepts, what it tells other clients, and certificates that change while
+calls run."""
 
 from __future__ import annotations
 
@@ -92,14 +93,15 @@ def client(routers: Routers, tls: windrow.Tls | Path | bool | None = None) -> wi
 
 
 async def refused(routers: Routers, tls: windrow.Tls | Path | bool | None = None) -> str:
-    """Returns what a client is told that cannot connect. The client fails at once, although its timeout is a minute."""
+    """Returns the error that a client gets if it cannot connect. The client must fail at once, although its timeout is
+    a minute."""
     async with client(routers, tls) as made:
         with pytest.raises(windrow.TlsFailed) as told:
             await made.enqueue("mail", "greet")
     return str(told.value)
 
 
-# Those who do not get in
+# Clients that are refused
 
 
 async def test_a_plain_client_of_a_tls_router_is_told_to_use_tls(routers: Routers) -> None:
@@ -152,7 +154,7 @@ async def test_a_worker_that_cannot_connect_ends_and_says_why(routers: Routers) 
 @pytest.mark.parametrize("tls", [False, True])
 async def test_a_router_that_is_away_is_waited_for(place: Site, tls: bool) -> None:
     with socket.socket() as held:
-        # Nobody listens there.
+        # No process listens on this port.
         held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"
         async with windrow.Client(address, org="acme", tls=place.ca if tls else False, timeout=1.0) as made:
@@ -169,7 +171,7 @@ async def test_a_server_that_accepts_connections_and_closes_them_is_waited_for(p
             await made.enqueue("mail", "greet")
 
 
-# Those who get in
+# Clients that are accepted
 
 
 async def test_a_client_that_trusts_the_ca_works(place: Site, routers: Routers) -> None:
@@ -235,8 +237,8 @@ async def test_a_client_takes_up_its_new_certificate_when_the_old_one_is_refused
 
 @contextlib.asynccontextmanager
 async def calling(routers: Routers, ca: Path) -> AsyncGenerator[list[int], None]:
-    """Makes calls all the time, over one connection and over new connections. Yields the numbers of calls of both
-    sorts. Fails if a call fails: these calls are not tried again."""
+    """Makes calls all the time, over one connection and over new connections. Yields the number of calls of each of
+    these two kinds. Fails if a call fails, because these calls are not tried again."""
     made = [0, 0]
     credentials = grpc.ssl_channel_credentials(await asyncio.to_thread(ca.read_bytes))
     options = [("grpc.use_local_subchannel_pool", 1)]
@@ -273,7 +275,7 @@ def said(routers: Routers, words: str, times: int) -> None:
 
 
 async def more(made: list[int]) -> None:
-    """Waits for calls of both sorts."""
+    """Waits for more calls, over the one connection and over new connections."""
     before = list(made)
     await asyncio.to_thread(
         until, lambda: all(now > then + 2 for now, then in zip(made, before, strict=True)), "there are more calls"

@@ -1,5 +1,5 @@
-"""Thousands of consumers never read what they get. Memory is reserved before jobs are leased, so no job is leased and
-then given back for lack of room. Consumers that read are served."""
+"""Thousands of consumers never read what they get. The router reserves memory before it leases jobs, so it never has to
+give back a leased job for lack of memory. Consumers that read are served."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Reader:
 
 
 class Room:
-    """One shard's wait room, and consumers in it."""
+    """The wait room of one shard, and the consumers that wait in it."""
 
     def __init__(self, database: Recorder, bytes_max: int = BUFFER_BYTES) -> None:
         self.store = Store(database)
@@ -120,7 +120,7 @@ class Room:
 
 
 async def settled(readers: Sequence[Reader]) -> None:
-    """Returns when the readers get no more jobs."""
+    """Returns when the readers no longer get jobs."""
     before = -1
     while before != (now := sum(reader.jobs for reader in readers)):
         before = now
@@ -146,11 +146,11 @@ async def test_consumers_that_never_read_fill_their_share_and_cause_no_releases(
         await settled(unread)
         held = sum(reader.unread for reader in unread)
         assert held == field.buffer.held, "exactly what they have not read"
-        # An org that is alone may take half of the memory: as much as it leaves free (shard/fair_quota.py).
+        # An org that is alone may use half of the memory: it may use as much as it leaves free (shard/fair_quota.py).
         assert abs(held - BUFFER_BYTES // 2) <= bytes_most(100)
         assert busy.jobs == 50
         assert recorder.count(statements.GIVE_BACK) == 0
-        # A consumer that waits for room does not look again and again.
+        # A consumer that waits for room in the memory does not claim again and again.
         claims = recorder.count(statements.CLAIM)
         for _ in range(50):
             busy.got.clear()
@@ -163,8 +163,8 @@ async def test_consumers_that_never_read_fill_their_share_and_cause_no_releases(
 
 
 async def test_room_that_comes_free_goes_to_the_next_that_waits(recorder: Recorder, org: OrgId) -> None:
-    """No wake-up is lost: reading frees memory, and all jobs come without a sweep. The jobs are so large that the
-    claims lock more rows than they lease. The claims run at the same time."""
+    """No wake-up is lost: when consumers read, memory becomes free, and all jobs come without a sweep. The jobs are so
+    large that the claims lock more rows than they lease. The claims run at the same time."""
     field = Room(recorder)
     for _ in range(6):
         jobs = some_jobs(org, 15)

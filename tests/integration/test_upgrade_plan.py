@@ -14,7 +14,7 @@ from tests.command import windrow
 from tests.postgres import Server
 from tests.routers import write_cluster
 
-# Only locks that the statements of routers wait for, weakest first.
+# The locks that statements of routers wait for, the weakest lock first.
 _MODES = ("ShareLock", "ShareRowExclusiveLock", "ExclusiveLock", "AccessExclusiveLock")
 _WORDS = ("SHARE", "SHARE ROW EXCLUSIVE", "EXCLUSIVE", "ACCESS EXCLUSIVE")
 _TABLES = b"""
@@ -89,7 +89,7 @@ def test_the_plan_of_a_newer_schema_is_refused_and_of_an_empty_or_older_one_told
     assert sorted(step["reads_bytes"]) == list(cost.reads)
     out = windrow("upgrade", "plan", "--config", str(config)).out
     assert f"{newest.number:04} {newest.name}" in out
-    # Nothing was run.
+    # The command has not run any migration.
     assert told()[1][0]["state"] == "to migrate"
     with psycopg.connect(fresh_dsn, autocommit=True) as connection:
         connection.execute("INSERT INTO windrow.migration VALUES (9000, 'later', 'x', true)")

@@ -1,4 +1,4 @@
-"""Waiting for work: who is woken, by what, how soon, and what waiting costs while nothing happens."""
+"""Calls that wait for jobs: which calls are woken, by what, how soon, and what waiting costs while nothing happens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from tests.waiting import WaitingConsumer
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
 SHARDS = ("s1", "s2")
-# No router sweeps during a test: a job that comes was announced.
+# No router sweeps during a test, so a job that arrives was announced.
 NEVER_S = 3600.0
 # These routers sweep: their tests are about jobs that nothing announces.
 OFTEN_S = 0.2
@@ -111,7 +111,7 @@ async def far(request: pytest.FixtureRequest) -> AsyncGenerator[Client, None]:
 
 @pytest.fixture(params=["the same router", "another router"])
 def producer(request: pytest.FixtureRequest, near: Client, far: Client) -> Client:
-    """The router where jobs are enqueued for which a consumer waits at `near`."""
+    """The router through which jobs are enqueued, while a consumer waits at `near`."""
     return near if request.param == "the same router" else far
 
 
@@ -153,7 +153,7 @@ async def awaiting(
         return (await near.queue.WaitJob(request, timeout=wait_s + PATIENCE_S)).job
 
     task = asyncio.create_task(wait())
-    # As in `waiter`: the test's own look at the job comes after the waiter's.
+    # As in `waiter`, the test looks at the job itself, after the waiting call has looked at it.
     await asyncio.sleep(0)
     for _ in range(2):
         await near.queue.GetJobs(queue_pb2.GetJobsRequest(org=org, ids=[job]))
@@ -172,7 +172,7 @@ async def test_a_wait_for_a_jobs_end_returns_its_result(near: Client, producer: 
     await near.enqueue(org, job)
     async with awaiting(near, org, job.id) as task:
         (leased,) = await producer.dequeue(org, QUEUE)
-        # The job runs again, so the wait goes on.
+        # The job runs again, so the wait continues.
         await producer.queue.Nack(
             queue_pb2.NackRequest(org=org, nacks=[queue_pb2.Nack(lease=leased.lease, retry_after=window(0))])
         )
@@ -420,7 +420,7 @@ async def test_a_delayed_job_comes_when_it_is_due(near: Client, producer: Client
             await producer.enqueue(org, new_job(delay=window(delay_s)))
             # A job that is due later does not hide this job.
             await producer.enqueue(org, new_job(delay=window(3600)))
-            # Neither a sweep nor another job's timer finds this job: it has a timer of its own.
+            # This job has a timer of its own. Neither a sweep nor another job's timer finds it.
             (job,) = await jobs_of(waiting)
         assert job.run_at.ToNanoseconds() - job.enqueued_at.ToNanoseconds() == delay_s * 1e9
 
@@ -434,7 +434,7 @@ async def test_a_job_nacked_with_a_delay_comes_when_it_is_due_again(near: Client
         await producer.queue.Nack(queue_pb2.NackRequest(org=org, nacks=[nack]), timeout=PATIENCE_S)
         (job,) = await jobs_of(waiting)
     assert (job.id, job.attempt) == (held.id, 2)
-    # The job does not come before it is due, and no sweep finds it afterwards.
+    # The job does not come before it is due. No sweep has found it.
     assert time.monotonic() - began_s >= 0.3
 
 
@@ -448,8 +448,8 @@ async def test_a_released_job_comes_at_once(near: Client, producer: Client, org:
 
 
 async def test_the_next_job_of_a_group_comes_at_once(near: Client, producer: Client, org: str) -> None:
-    """No router sweeps: the end of the job before announces the next job. `producer` is the same router or another
-    one."""
+    """No router sweeps: the end of a group's job announces the next job of the group. `producer` is the same router or
+    another router."""
     ids = await near.enqueue(org, *(new_job(group="g") for _ in range(3)))
     assert len(ids) == 3
     (held,) = await near.dequeue(org)
@@ -597,8 +597,8 @@ async def test_of_waits_that_are_cancelled_no_job_is_lost(near: Client, org: str
         found.update(job.id for job in await near.dequeue(org, max_jobs=1000))
         return found >= rest
 
-    # An answer that had left the router before the cancel came cannot be taken back: its job comes back when its window
-    # ends.
+    # The router cannot take back an answer that it sent before the cancel arrived. The job of this answer comes back
+    # when its window ends.
     await until(take, "what nobody got is to be had", within_s=PATIENCE_S)
     assert found <= set(ids)
 
@@ -685,7 +685,7 @@ async def test_after_a_cut_the_doorbell_is_heard_again(
     async with near.stream(org, credit=1000) as stream:
         await far.enqueue(org)
         await stream.until_jobs(1)
-        # The test before this one has cut the doorbells too, also those of the routers that sweep often.
+        # The previous test has cut the doorbells of all routers, including the routers that sweep often.
         routers = len(both_routers) + len(sweeping)
         await until(lambda: len(sql(dsns, "s1", _LISTENING)) == routers, "all routers listen")
         cut = {pid for (pid,) in sql(dsns, "s1", _LISTENING)}
@@ -716,8 +716,8 @@ async def test_the_doorbell_goes_over_with_its_shard_when_a_server_says_nothing_
         assert await asyncio.wait_for(heard.get(), PATIENCE_S) is None
         assert await database.run(b"SELECT 1", {}) == [(1,)]
         old.hold()
-        # This call may be refused because of the silence, or end on the other server. Either way the silence was
-        # noticed.
+        # This call may be refused because its server was silent, or it may end on the other server. In both cases the
+        # router has noticed the silence.
         with contextlib.suppress(ShardUnavailable):
             await database.run(b"SELECT 1", {})
         assert await asyncio.wait_for(heard.get(), PATIENCE_S) is None, "what was said meanwhile may have been missed"
@@ -739,7 +739,7 @@ async def test_the_more_ask_for_a_ring_at_once_the_longer_the_next_one_waits(mod
         assert await asyncio.wait_for(heard.get(), PATIENCE_S) is None
 
         async def rung(times: int) -> float:
-            """Returns how long twenty rings take when this many consumers wait for each."""
+            """Returns how long twenty rings of the doorbell take if this many consumers wait for each ring."""
             began_s = time.monotonic()
             for number in range(1, 21):
                 for _ in range(times):
@@ -766,7 +766,7 @@ async def test_a_doorbell_that_finishes_has_rung_although_the_last_ring_was_a_mo
         assert await asyncio.wait_for(heard.get(), PATIENCE_S) is None
         bells[0].ring([QueueId(1)])
         assert await asyncio.wait_for(heard.get(), PATIENCE_S) == [1]
-        # The bell pauses now.
+        # Now the doorbell pauses.
         bells[0].ring([QueueId(2)])
         await bells[0].finish()
         ringing[0].cancel()
@@ -879,12 +879,12 @@ async def test_rings_for_queues_that_nobody_waits_for_cost_those_who_wait_next_t
 
         producing = asyncio.create_task(produce())
         seen: list[tuple[float, int]] = []
-        # At first the statistics may still count the beginning of the streams.
+        # At first the statistics may still include the statements with which the streams began.
         for _ in range(8):
             before, began_s = enqueues, time.monotonic()
             rate = await statements_a_second(dsns, seconds=2)
             seen.append((rate, round((enqueues - before) / (time.monotonic() - began_s))))
-            # This allows for each enqueue and its ring, and for periodic work.
+            # The bound allows for each enqueue and its ring, and for periodic work.
             if rate < 3 * seen[-1][1] + 60:
                 break
         else:
@@ -1060,7 +1060,7 @@ def test_a_consumer_that_missed_its_turn_for_lack_of_credit_is_next_when_it_has_
     room.has_credit(missed)
     for _ in range(4):
         stored(room, some_jobs(OrgId("o"), 1))
-    # The one that was served before comes last.
+    # The consumer that was served before comes last.
     assert [one.woken for one in (missed, *others)] == [1, 2, 1, 1]
 
 
@@ -1078,7 +1078,8 @@ async def test_jobs_are_offered_to_those_with_credit_by_turns(room: WaitRoom) ->
 
 
 async def test_of_no_jobs_none_is_offered(room: WaitRoom) -> None:
-    """A call has no jobs left if a former owner knows all of them, or if it repeats an enqueue at a limit."""
+    """An enqueue may have no job to store: a former owner knows all of its jobs, or it repeats an earlier enqueue while
+    a limit is reached."""
     one = WaitingConsumer(OrgId("o"), "mail", credit=1)
     room.enter(one)
     assert await offer(room, NewJobs(org=OrgId("o"))) is None

@@ -67,7 +67,7 @@ async def test_the_worker_of_a_cancelled_job_is_told(both: tuple[Client, Client]
         await busy.until(lambda: busy.revoked, "a revoked lease")
         assert busy.revoked == {lost.lease: CANCELLED}
         assert await busy.settle(1, acks=acks([kept, lost])) == [OK, CANCELLED]
-        # Both streams have got a job since, so they would have been told by now.
+        # Both streams have got a job since then, so the router would have told them before.
         for other, other_org in ((idle, org), (stranger, f"{org}-stranger")):
             await near.enqueue(other_org)
             await other.send(credit=1)
@@ -138,7 +138,7 @@ async def test_progress_and_checkpoint_stay_with_the_job_until_its_next_attempt(
     assert await _extend(one, "reports", queue_pb2.Extend(lease=job.lease, progress=progress, checkpoint=b"at 3")) == [
         OK
     ]
-    # This extend names neither field, so both stay.
+    # This extend names neither the checkpoint nor the progress, so both stay.
     assert await _extend(one, "reports", queue_pb2.Extend(lease=job.lease)) == [OK]
     stored = await other.job("reports", job_id)
     assert stored.progress == job_pb2.Progress(done=3, total=7, note="files\ufffd copied")
@@ -188,14 +188,16 @@ async def test_a_stale_extend_stores_nothing(both: tuple[Client, Client]) -> Non
 
 
 def _was_given_back(times: int, record: JobRecord) -> bool:
-    """If the machine is slow, a pause may end before the last job is given back. That job then has more attempts."""
+    """On a slow machine, one job's pause may end while other jobs have not been given back yet. The first job then has
+    more attempts than `times`."""
     return len(record.attempts) >= times and record.state is JobState.SCHEDULED
 
 
 async def test_jobs_that_come_before_their_workers_wait_for_them_and_no_attempt_is_counted(
     routers: list[Routers], dsn: str
 ) -> None:
-    """This happens in a rolling deploy that ships producers first: the workers of the old release know no such kind."""
+    """This happens in a rolling deploy that replaces the producers first: workers of the old release do not know the
+    new kind of jobs."""
     # The pauses of each job, by the number of its attempts.
     pauses = dict[str, dict[int, float]]()
     async with WindrowClient(routers[0].address, org="deploy") as near:
@@ -204,7 +206,7 @@ async def test_jobs_that_come_before_their_workers_wait_for_them_and_no_attempt_
         await near.enqueue_many(jobs)
 
         async def work(worker: Worker, holds: Callable[[JobRecord], bool]) -> Sequence[JobRecord]:
-            """Runs the worker until each job is as `holds` wants it."""
+            """Runs the worker until `holds` is true of each job."""
             records: Sequence[JobRecord] = ()
 
             async def done() -> bool:

@@ -1,4 +1,4 @@
-"""Workflows on one shard: a node is released by the end of the last node for which it waits, and every end counts once
+"""Workflows on one shard: a node is released when the last node for which it waits has ended, and every end counts once
 (I11)."""
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ async def test_a_paused_workflow_releases_nothing(flows: Flows) -> None:
     assert await flows.run_all() == [{"b", "c"}, {"d"}]
 
 
-# ── Once ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── What is stored once ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_workflow_is_stored_once(flows: Flows, books: QueueAdmin) -> None:
@@ -465,7 +465,7 @@ async def test_a_parent_waits_for_the_commit_of_the_other_one(
     await flows.start({"a": [], "b": [], "c": ["a", "b"]})
     await flows.claim()
     async with await psycopg.AsyncConnection.connect(module_dsn) as other:
-        # This session acts like an ack that has folded the workflow and has not committed yet.
+        # This session acts like an ack that has folded the workflow but has not committed yet.
         await other.execute("SET CONSTRAINTS ALL IMMEDIATE")
         await other.execute(
             "WITH gone AS (DELETE FROM windrow.job WHERE id = %s::uuid RETURNING *) "

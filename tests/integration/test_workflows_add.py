@@ -1,5 +1,5 @@
-"""Jobs add nodes to their workflow while they run. Only a job that still has its lease can do so, and a repeated call
-adds the nodes once. Callbacks wait for added nodes, even if the last end and an addition come at the same time
+"""Jobs add nodes to their workflow while they run. Only a job that still has its lease can add nodes, and a repeated
+call adds the nodes once. Callbacks wait for added nodes, even if the last end and an addition come at the same time
 (I11)."""
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ async def test_a_job_adds_nothing_to_another_workflow(flows: Flows) -> None:
 async def test_a_lease_that_ends_while_the_addition_waits_adds_nothing(
     flows: Flows, two: list[Flows], module_dsn: str
 ) -> None:
-    """The addition waits for the workflow's lock, and its lease is released meanwhile."""
+    """The addition waits for the workflow's lock. Meanwhile the lease of the job that adds the nodes is released."""
     flow = await flows.start({"a": [], "b": []})
     await flows.claim()
     lease = flows.leases["a"]
@@ -285,7 +285,7 @@ async def test_a_workflow_has_room_for_so_many_edges_in_total(flows: Flows) -> N
     parents = [f"p{at}" for at in range(1000)]
     flow = await flows.start({"a": [], **{name: [] for name in parents}})
     await flows.claim()
-    # Give the workflow so many edges.
+    # Give the workflow 1,000 edges fewer than the limit.
     await flows.database.run(
         b"INSERT INTO windrow.workflow_edge SELECT w.flow, 100000 + n, 0, 'cancel' FROM windrow.workflow w, "
         b"generate_series(1, %(edges)s::integer) n WHERE w.id = %(id)s::uuid",

@@ -94,7 +94,7 @@ async def test_a_started_workflow_is_known(client: windrow.Client, routers: Rout
     assert again.duplicate
     other = windrow.Workflow("twice", id=flow.id)
     other.job("q", "another")
-    # The refusal comes at once, because another try would not change it.
+    # The refusal comes at once, because another try would be refused too.
     async with windrow.Client(routers.address, org=org, timeout=3600) as patient:
         with pytest.raises(windrow.AlreadyExists):
             await patient.start(other)
@@ -157,7 +157,7 @@ async def test_only_a_leased_job_of_a_workflow_adds_nodes_and_is_told_so(client:
     for call in (client.add_nodes, client.wait_for):
         with pytest.raises(windrow.InvalidRequest, match=r"job: must be the Job that .* got, not a JobRecord"):
             await call(record, nodes)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    # Anybody may read the results.
+    # Any caller may read the results.
     assert [parent.name for parent in await client.parents(record)] == ["first"]
     (job,) = await client.dequeue("q")
     for call in (client.add_nodes, client.wait_for):
@@ -274,7 +274,7 @@ async def test_a_handler_adds_nodes_and_callbacks_wait_for_them(client: windrow.
         pages = [more.job("crawl", "fetch", {"page": number}) for number in range(3)]
         more.job("crawl", "index", name="index", after=pages)
         added.append(await job.workflow.add(more))
-        # The call is repeated with the same nodes, here and by the next attempt.
+        # This attempt and the next attempt repeat the call with the same nodes.
         added.append(await job.workflow.add(more))
         if job.attempt == 1:
             raise windrow.Retry("once more", after=0)
@@ -341,7 +341,8 @@ async def test_a_def_handler_that_would_add_nodes_in_vain_is_told_so(client: win
 
 
 async def test_a_worker_leaves_no_job_of_a_workflow_to_the_garbage_collector(client: windrow.Client) -> None:
-    """Payloads may be large, but the garbage collector runs by the number of objects, not by their size."""
+    """Payloads may be large. But when the garbage collector runs depends on the number of objects, not on their
+    size."""
     worker = windrow.Worker(client, "crawl")
 
     @worker.handler("fetch")
@@ -547,7 +548,7 @@ async def test_a_blocked_node_does_not_say_whether_a_node_of_another_org_has_its
     flow.signal("approved", "ci", after=flow.job("ci", "build"), timeout=timedelta(days=3))
     started = await client.start(flow)
     async with windrow.Client(routers.address, org=other_org) as other:
-        # The same id: so the jobs of both orgs have the same ids, too.
+        # Both workflows have the same id, so the jobs of both orgs have the same ids too.
         assert (await other.start(flow)).job_ids == started.job_ids
         assert await client.signal(flow.id, "approved")
         (cause,) = (await other.explain_job(started.job_ids["approved"])).causes

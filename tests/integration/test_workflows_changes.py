@@ -1,4 +1,4 @@
-"""Pauses, skips and cancels of workflows: repeated, broken off, and in each other's way."""
+"""Pauses, skips and cancels of workflows: repeated, interrupted, and several at the same time."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ async def test_more_workflows_than_a_sweep_visits_hide_none_of_them(
         await flows.ack("a", "y")
         sweeps = -(-len(await flows.database.run(waiting, {})) // 2)
         assert sweeps > 3
-        # One sweep before the one that visits the last workflow.
+        # Stop one sweep before the sweep that visits the last workflow.
         for _ in range(sweeps - 1):
             await flows.sweep.sweep()
     await flows.sweep.sweep()
     assert await flows.claim() == {"z"}
-    # After the last workflow, the sweeps begin again.
+    # After the last workflow, the sweeps begin again with the first workflow.
     for _ in range(sweeps):
         await flows.sweep.sweep()
     assert await flows.claim() == {"b"}
@@ -102,7 +102,7 @@ async def test_more_workflows_than_a_sweep_visits_hide_none_of_them(
 
 
 async def test_a_skip_leaves_no_blocked_job_although_the_router_dies_after_it(flows: Flows) -> None:
-    """The router cancels the job of a skipped node in a second step, which it may not reach."""
+    """The router cancels the job of a skipped node in a second step. In this test the router dies before this step."""
     flow = await flows.start(DIAMOND)
     await flows.admin.skip(flows.org, flow.id, NodeName("b"), epoch=1)
     await flows.check()

@@ -1,4 +1,4 @@
-"""Workflows move whole with their org to another shard, while nodes end on the source."""
+"""All parts of a workflow move with their org to another shard, while nodes end on the source."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_an_end_on_the_source_releases_on_the_target(pair: Pair, org: OrgI
         assert await mover.step()
     await source.ack("a")
     await source.kill("b")
-    # Nobody has told the target of these ends.
+    # Nobody has told the target about these ends.
     assert await target.states(flow) == {
         "a": "released",
         "b": "released",
@@ -136,7 +136,7 @@ async def test_a_job_that_is_released_before_it_arrives_is_released_then(pair: P
     while (await pair.placement(org))[0] != (B,):
         assert await mover.step()
     await source.ack("a")
-    # The mover tells the target of the end at once, and the jobs arrive later.
+    # The mover tells the target about the end at once. The jobs arrive later.
     await mover.finish()
     await target.sweep.sweep()
     assert await target.claim() == {f"b{n}" for n in range(20)}
@@ -175,7 +175,7 @@ async def test_balancers_die_at_every_step_and_every_end_counts_once(pair: Pair,
         fate = Fate(at=at, how=how)
         async with mortal_mover(pair, move, fate) as mover:
             with contextlib.suppress(Died):
-                # Each balancer waits for leases that do not end, so it is stopped after some steps.
+                # Each balancer waits for leases that do not end, so the test stops the balancer after some steps.
                 for _ in range(12):
                     if not await mover.step():
                         break
@@ -222,7 +222,8 @@ async def test_an_addition_to_a_workflow_that_moves_away_meanwhile_is_sent_on(
                 assert await mover.step()
         return refused
 
-    # The workflow leaves the shard after the check that the shard owns the slot, and before the look at the workflow.
+    # The call checks that the shard owns the slot, and then reads the workflow. Between the two, the workflow leaves
+    # the shard.
     monkeypatch.setattr(calls, "find_refused", then_move)
     with pytest.raises(NotOwned):
         await source.add(flow, "a", {"x": []})

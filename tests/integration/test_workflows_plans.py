@@ -78,7 +78,7 @@ async def filled(module_dsn: str, request: pytest.FixtureRequest) -> AsyncGenera
     )
     nobody = One(0, 0, "nobody", "01890000-0000-7000-8000-000000000000")
     if not request.param:
-        # Make the plans that are kept while the tables are empty.
+        # While the tables are empty, make the plans that Postgres keeps.
         await database.run(b"TRUNCATE windrow.workflow, windrow.workflow_node, windrow.workflow_edge", {})
         async with database.transaction() as connection:
             for statement, parameters, *_ in statements_about(nobody).values():
@@ -100,8 +100,8 @@ async def filled(module_dsn: str, request: pytest.FixtureRequest) -> AsyncGenera
 
 
 def statements_about(one: One) -> Mapping[str, tuple[Statement, Mapping[str, object], int]]:
-    """Returns each statement, its parameters, and how many pages it may touch. Each node of a workflow is on a
-    page."""
+    """Returns each statement, its parameters, and how many pages it may touch. Each node of a workflow may be on a
+    different page."""
     named = {"org": one.org, "id": one.id}
     return {
         "get_workflow": (statements.GET_WORKFLOW, named, 20),

@@ -1,6 +1,6 @@
-"""Wide workflows on one shard. A transaction releases or cancels at most a portion of the jobs for which an end
-decides, and later transactions do the rest. So nobody waits for all of these jobs (I4), and a kill in between strands
-nothing (I7)."""
+"""Wide workflows on one shard. The end of one node may decide about many jobs. One transaction releases or cancels at
+most a portion of these jobs, and later transactions do the rest. So no call waits for all of these jobs (I4), and a
+kill between two transactions strands nothing (I7)."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_an_ack_releases_a_portion_and_the_sweep_the_rest(flows: Flows) ->
     await flows.ack("root")
     assert await counts(flows, flow) == {"succeeded": 1, "released": PORTION, "blocked": WIDTH - PORTION}
     await flows.check()
-    # As after a kill, nobody has gone on with the rest.
+    # As after a kill, no transaction has done the rest yet.
     await flows.sweep.sweep()
     assert await counts(flows, flow) == {"succeeded": 1, "released": WIDTH}
     assert sum(map(len, await flows.run_all())) == WIDTH
@@ -97,7 +97,7 @@ async def test_calls_that_share_the_statement_of_a_wide_release_wait_for_a_porti
     narrow = await other.start({"a": [], "b": ["a"]})
     await flows.claim()
     await other.claim()
-    # The first ack begins a statement, and the other acks share the next one.
+    # The first ack begins a statement, and the other acks share the next statement.
     await asyncio.gather(flows.ack("first"), flows.ack("root"), other.ack("a"))
     assert (await counts(flows, wide))["released"] <= PORTION
     await other.sweep.sweep()
@@ -160,7 +160,7 @@ async def test_ends_of_which_everybody_was_told_are_not_taken_in_again(flows: Fl
         """
     for _ in range(3):
         ((org_id, number),) = await database.run(arrivals, {"id": flow.id})
-        # The arrival of the root, and the arrivals of the jobs that the last portion has cancelled.
+        # These are the arrival of the root, and the arrivals of the jobs that the last portion has cancelled.
         assert number == 1 + PORTION
         await database.run(statements.FOLD_MORE, {"org_id": org_id, "id": flow.id})
     await flows.sweep.sweep()
@@ -253,7 +253,7 @@ async def test_two_routers_that_go_on_at_the_same_time_release_each_job_once(flo
 
 
 async def test_routers_go_on_at_once(module_dsn: str, org: OrgId, tmp_path: Path) -> None:
-    """No sweep comes, so only a notification can make the routers go on."""
+    """No router sweeps, so only a notification can make the routers continue."""
     config = write_cluster(tmp_path / "cluster.toml", {SHARD: module_dsn}, sweep_seconds=3600)
     with running_routers(config, processes=2) as routers:
         async with windrow.Client(routers.address, org=org) as client:

@@ -37,7 +37,7 @@ async def client(routers: Routers, org: OrgId) -> AsyncGenerator[windrow.Client,
 
 
 async def work(client: windrow.Client, dies: Sequence[str] = (), *, seen: list[str] | None = None) -> None:
-    """Works until no job is ready. Acks each job with its payload as the result, or kills the job if `dies` names
+    """Works until no job is ready. Acks each job with the job's payload as its result, or kills the job if `dies` names
     it."""
     while jobs := await client.dequeue("q", max_jobs=100, wait=0):
         for job in jobs:
@@ -120,8 +120,8 @@ async def test_the_id_of_another_workflow_is_refused(client: windrow.Client) -> 
 
 
 async def test_nodes_that_would_wait_for_each_other_in_the_retry_are_refused(client: windrow.Client) -> None:
-    """b waits for a, and y for b. When y has ended, because it was cancelled, a may wait for a node that waits for y.
-    In the retry y has not ended."""
+    """b waits for a, and y for b. After y was cancelled, and so has ended, a may wait for a node that waits for y. But
+    in the retry y has not ended."""
     flow = windrow.Workflow()
     a = flow.job("q", "k", "a", name="a")
     flow.job("q", "k", "b", name="b", after=a)
@@ -225,7 +225,7 @@ async def test_added_nodes_run_again_too(client: windrow.Client, module_dsn: str
     await client.ack(job)
     await work(client, ["x"])
     if was_moved:
-        # That release did not know that nodes are added.
+        # The release before did not record which job had added a node.
         async with await psycopg.AsyncConnection.connect(module_dsn, autocommit=True) as connection:
             await connection.execute("UPDATE windrow.workflow_node SET added_by = NULL")
             await connection.execute("UPDATE windrow.workflow SET added = 0")
@@ -242,7 +242,7 @@ async def test_added_nodes_run_again_too(client: windrow.Client, module_dsn: str
 
 
 async def test_a_job_that_failed_after_it_had_added_nodes_finds_them_in_the_retry(client: windrow.Client) -> None:
-    """This also holds for unnamed nodes that an added node has added: their names must be the same in the retry."""
+    """The job also finds unnamed nodes that an added node has added: their names must be the same in the retry."""
     started = await client.start(diamond())
     named, unnamed = windrow.Nodes(), windrow.Nodes()
     named.job("q", "k", "x", name="x")

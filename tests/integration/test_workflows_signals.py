@@ -1,5 +1,5 @@
-"""Nodes that wait for signals: the first signal counts, an early one waits, and no worker ever gets the job of such a
-node, whatever happens to it."""
+"""Nodes that wait for signals: the first signal counts, and an early signal is kept until its node is due. No worker
+ever gets the job of such a node, whatever happens to the job."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ async def test_a_late_signal_counts_until_somebody_has_found_that_the_time_is_ov
 async def test_a_signal_counts_although_a_claim_has_just_leased_the_expired_job(
     flows: Flows, database: Database
 ) -> None:
-    """A router that has died between its two statements has left the job leased."""
+    """The router that claimed the job has died between its two statements, so the job is still leased."""
     flow = await waiting(flows)
     await make_due(database, flows.org)
     await database.run(
@@ -285,7 +285,7 @@ async def test_a_signal_counts_although_a_claim_has_just_leased_the_expired_job(
     assert await flows.run_all() == [{"deploy"}, {"won", "over"}]
 
 
-# ── Who comes first ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Which of two calls comes first ───────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_signal_for_a_job_that_somebody_else_ends_is_not_answered_before(
@@ -298,7 +298,7 @@ async def test_a_signal_for_a_job_that_somebody_else_ends_is_not_answered_before
         await other.execute("SELECT FROM windrow.job WHERE id = %s::uuid FOR UPDATE", [job])
         with pytest.raises(RowLocked):
             await flows.signal(flow, "approve")
-        # Calls about other jobs go on meanwhile, and so do the ends of the same workflow.
+        # Meanwhile calls about other jobs succeed, and other nodes of the same workflow can end.
         assert await flows.signal(other_flow, "approve")
         await other.rollback()
     assert await flows.signal(flow, "approve")
@@ -349,7 +349,7 @@ async def test_a_signal_and_the_release_of_its_node_never_miss_each_other(two: l
         calls: list[Awaitable[object]] = [two[0].ack("build"), two[1].signal(flow, "approve")]
         luck.shuffle(calls)
         await asyncio.gather(*calls)
-        # The fold leaves a job that the signal has locked to a sweep.
+        # If the signal has locked the job, the fold does not release it. A sweep does that later.
         await two[0].sweep.sweep()
         assert await two[0].run_all() == [{"deploy"}]
         await two[0].check()

@@ -35,7 +35,7 @@ ADDED_MAX = 20
 
 @pytest.fixture
 async def two(module_dsn: str, org: OrgId) -> AsyncGenerator[list[Flows], None]:
-    # The lock wait is long, so that no call is refused because another one is slow.
+    # The lock wait is long, so that no call is refused because another call is slow.
     databases = [Database(SHARD, module_dsn, connections=4, short_lock_wait_s=PATIENCE_S) for _ in range(2)]
     for database in databases:
         await database.open()
@@ -59,14 +59,15 @@ class Storm:
         self.two = two
         self.org = org
         self.ran: Counter[str] = Counter()
-        # How many signals of each node were told that they count.
+        # How many signals of each node got the answer that they count.
         self.firsts: Counter[str] = Counter()
         self.had_round = asyncio.Event()
-        # For each added node the nodes for which it waits, also if nobody knows whether the node was added.
+        # For each added node, the nodes for which it waits. A node is listed here even if nobody knows whether it was
+        # added.
         self.added: dict[str, list[str]] = {}
 
     async def run(self, flow: NewWorkflow) -> None:
-        """Works until the workflow has ended and its callbacks ran."""
+        """Works until the workflow has ended and its callbacks have run."""
         while True:
             try:
                 state = await self.two[0].state(flow)
@@ -125,7 +126,7 @@ class Storm:
                 raise outcome
 
     async def _add(self, flow: NewWorkflow, lease: Lease, names: list[str]) -> None:
-        """Adds nodes, while other calls may end this lease."""
+        """Adds nodes. Meanwhile other calls may end this lease."""
         graph = {
             f"m{len(self.added) + at}": [
                 (name, luck.choice((CANCEL, IGNORE, IGNORE, RUN)))
@@ -152,8 +153,8 @@ class Storm:
         self.ran[f"{flow.id}/{name}"] += answer is Answer.OK
 
     async def _answer_to(self, settlement: Settlement) -> Answer:
-        """Repeats the call until it is answered, also if nobody knows whether an earlier call was done. Otherwise the
-        job would stay leased for longer than the test lasts."""
+        """Repeats the call until it is answered, even if nobody knows whether an earlier try was executed. Otherwise
+        the job would stay leased for longer than the test lasts."""
         while True:
             with contextlib.suppress(ShardUnavailable):
                 (answer,) = await luck.choice(self.two).store.settle(settlement)

@@ -1,5 +1,5 @@
 """A job waits for nodes that it adds to its workflow, and runs again when they have ended. Only a job that still has
-its lease can wait. No job waits for ever, even if the last of these nodes ends at the same time (I7, I11)."""
+its lease can wait. No job waits without end, even if the last of these nodes ends while the wait begins (I7, I11)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_a_job_runs_again_when_the_nodes_that_it_has_added_have_ended(flow
     await flows.ack("x")
     assert await flows.claim() == {"y"}
     await flows.ack("y")
-    # The attempt did not count, and the node that waits for this job goes on waiting.
+    # The attempt did not count, and the node that waits for this job still waits.
     ((job, lease),) = await lease_jobs(flows.store, flows.org, window_us=HOUR_US)
     assert (flows.name_of(job), job.attempt) == ("a", 1)
     flows.leases["a"] = lease
@@ -63,7 +63,7 @@ async def test_a_job_waits_again_and_again(flows: Flows) -> None:
         assert await flows.claim() == {"a"}
         for before in range(at):
             assert not (await flows.add(flow, "a", {f"x{before}": []}, wait=CANCEL)).waits
-        # The new node may wait for those that have ended.
+        # The new node may wait for nodes that have ended.
         after = {f"x{at}": [f"x{before}" for before in range(at)]}
         assert (await flows.add(flow, "a", after, wait=CANCEL)).waits
         assert await flows.claim() == {f"x{at}"}
@@ -124,7 +124,8 @@ async def test_a_failure_that_all_nodes_had_seen_before_the_wait_cancels_the_job
 
 
 async def test_the_policy_of_the_last_wait_counts(flows: Flows) -> None:
-    """Until now a job whose first wait ignored a failure ran again at once, for ever, if its second wait did not."""
+    """Earlier versions had a bug: if a job's first wait ignored a failure and its second wait did not, the job ran
+    again at once, for ever."""
     for policy, ends in ((CANCEL, "cancelled"), (RUN, "released")):
         flow = await flows.start({"a": []}, callbacks=CALLBACKS)
         await flows.claim()
@@ -228,7 +229,7 @@ async def test_a_job_that_has_lost_its_lease_waits_for_nothing(flows: Flows) -> 
         await flows.add(flow, lost, {"x": []}, wait=CANCEL)
     assert "x" not in await flows.states(flow)
     await flows.add(flow, waits, {"y": []}, wait=CANCEL)
-    # The answer to this call may have been lost. A repeated call gets the same one, and can do nothing else.
+    # The answer to this call may have been lost. A repeated call gets the same answer, and can do nothing else.
     again = await flows.add(flow, waits, {"y": []}, wait=CANCEL)
     assert (again.stored, again.waits) == (0, True)
     for graph, wait in (({"y": [], "z": []}, CANCEL), ({"y": []}, None)):
@@ -291,7 +292,7 @@ async def test_a_redriven_job_whose_node_has_ended_waits_for_nothing(flows: Flow
 
 
 async def test_a_redriven_job_goes_on_with_nodes_that_have_ended(flows: Flows) -> None:
-    """Its handler runs from the beginning, also after the end of the workflow."""
+    """The handler of the job runs from the beginning, even after the end of the workflow."""
     flow = await flows.start({"a": []}, callbacks=CALLBACKS)
     await flows.claim()
     await flows.add(flow, "a", {"x": []}, wait=CANCEL)
@@ -322,7 +323,7 @@ async def test_nobody_waits_in_a_workflow_that_was_cancelled(flows: Flows) -> No
 async def test_edges_of_jobs_that_wait_count_once(flows: Flows) -> None:
     flow = await flows.start({"a": []})
     await flows.claim()
-    # Give the workflow so many edges that two are left.
+    # Give the workflow two edges fewer than the limit.
     await flows.database.run(
         b"INSERT INTO windrow.workflow_edge SELECT w.flow, 100000 + n, 0, 'cancel' FROM windrow.workflow w, "
         b"generate_series(1, %(edges)s::integer) n WHERE w.id = %(id)s::uuid",
@@ -339,7 +340,7 @@ async def test_edges_of_jobs_that_wait_count_once(flows: Flows) -> None:
     await flows.ack("a")
 
 
-# ── Under fire ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Locks, races and moves ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_a_job_that_another_session_has_locked_does_not_wait(flows: Flows, module_dsn: str) -> None:
@@ -387,8 +388,8 @@ async def test_a_wait_and_the_last_end_never_pass_each_other(two: list[Flows]) -
 
 @pytest.mark.thorough
 async def test_no_job_waits_for_ever_whatever_jobs_add_and_wait_for(flows: Flows) -> None:
-    """Jobs add nodes behind any others, and wait for nodes that they add now or have added before. Whatever is not
-    refused ends, also if folds come in small portions."""
+    """Jobs add nodes behind any others, and wait for nodes that they add now or have added before. Every node that was
+    not refused ends, even if folds are done in small portions."""
     for _ in range(trials(8, thorough=300)):
         await set_portion(flows.database, luck.choice((1, 2, 200)))
         try:
@@ -572,8 +573,8 @@ async def test_a_handler_gets_the_results_of_the_nodes_that_it_waits_for(
 async def test_a_report_that_comes_before_a_wait_is_stored(
     client: windrow.Client, routers: Routers, is_async: bool
 ) -> None:
-    """The second report is sent when the first is answered, and the wait ends the lease. Until now the wait could come
-    before the report."""
+    """The second report is sent when the first report has been answered. The wait ends the lease. In earlier versions
+    the wait could reach the router before the second report."""
     worker = windrow.Worker(client, "q")
     checkpoints: list[bytes] = []
 
