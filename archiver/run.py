@@ -49,7 +49,7 @@ class Pass:
     dedup_keys: int = 0
     jobs_expired: int = 0
     dead_jobs_cancelled: int = 0
-    # How many jobs were dropped that a legal hold had kept until it ended.
+    # How many jobs that a legal hold had kept were dropped after the hold had ended.
     released_jobs_dropped: int = 0
     # How many erasures that had begun earlier ended in this pass.
     erased: int = 0

@@ -95,8 +95,8 @@ class Turn:
         return self.producers is self.workers
 
     async def warmed(self, load: Load, seconds: float) -> tuple[int, int]:
-        """Warms the system up. Returns two numbers of jobs, each for about `seconds`: how many jobs the system can fill
-        or drain, and how many it can enqueue and drain at the same time."""
+        """Warms the system up. Returns how many jobs the system can fill or drain in about `seconds`, and how many it
+        can enqueue and drain at the same time in about `seconds`."""
         found: list[int] = []
         for life in (False, True):
             jobs = _least(load.batch)

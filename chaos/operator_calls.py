@@ -62,7 +62,8 @@ class OperatorCalls(Generic[_Stub]):
 
 async def is_created(creating: Awaitable[object]) -> bool:
     """Returns whether a router says that the thing exists. Pauses after a failure. Raises AioRpcError if the request is
-    not valid. It would be useless to repeat such a request, and the run would have less load than its report says."""
+    not valid. Such a request would never succeed, however often it is repeated, and the run would have less load than
+    its report says."""
     try:
         await creating
     except grpc.aio.AioRpcError as error:

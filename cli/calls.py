@@ -92,8 +92,8 @@ _AnyPage = TypeVar("_AnyPage", bound=_Page)
 
 
 class TooMuch(CommandFailed):
-    """A router refused a call that asks for too much: trying the call again does not help. `limit`: the limit that is
-    smaller than the call, if a limit is the reason."""
+    """A router refused a call that asks for too much: trying the call again does not help. `limit`: the limit that the
+    call exceeds, if a limit is the reason."""
 
     def __init__(self, message: str, *, limit: LimitReached | None) -> None:
         super().__init__(message, ExitCode.REFUSED)

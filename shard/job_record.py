@@ -76,8 +76,8 @@ class JobRecord(NamedTuple):
 
     @property
     def may_await_signal(self) -> bool:
-        """Whether this is the released job of a node that waits for a signal. The text {{awaits_signal}} of SQL
-        statements has the same rule (shard/postgres/sql_loader.py)."""
+        """Whether this is the released job of a node that waits for a signal. In SQL statements, {{awaits_signal}}
+        stands for the same condition (shard/postgres/sql_loader.py)."""
         return self.workflow_node is not None and self.expires_at == self.run_at
 
     @property

@@ -66,8 +66,8 @@ class Backup:
         return [row for job, row in self._replaced.items() if row != self._kept.get(job)]
 
     def is_second(self, row: Row) -> bool:
-        """Returns whether this row is a copy of a job that lives on another shard: the backup had brought the copy
-        back, and the copy was ended because a client asked to cancel the job."""
+        """Returns whether this row is a copy that the backup brought back of a job that lives on another shard, and the
+        copy was ended because a client asked to cancel the job."""
         ended = row.shard == self.shard and row.state is State.CANCELLED
         return ended and row.job in self._to_cancel and self.revives(row.job)
 

@@ -197,7 +197,7 @@ def _too_early(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     for addition in history.additions:
         after |= addition.nodes
     # Callbacks wait for the added nodes too. If a restored backup has set a workflow back, the workflow may have ended
-    # before the restore, without some of these nodes.
+    # before the restore, when some of these nodes had not been added.
     after_added = {
         callback: (list(flow.added.values()), any(_was_changed(backup, job) for job in flow.nodes))
         for flow in evidence.flows

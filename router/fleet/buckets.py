@@ -171,7 +171,8 @@ class Bucket:
             await asyncio.wait({self._drawing})
 
     async def give_back(self) -> None:
-        """Gives all tokens back. Raises NoAnswer; this process then still has the tokens, except after InDoubt."""
+        """Gives all tokens back. Raises NoAnswer. This process then still has the tokens, unless the error is InDoubt:
+        in that case the tokens may have been given back."""
         tokens, self.tokens, self._low = self.tokens, 0, 0
         if tokens > 0 and self._store is not None:
             self.left += tokens

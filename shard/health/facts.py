@@ -102,8 +102,8 @@ class Table(NamedTuple):
 
     @property
     def unused_bytes(self) -> int | None:
-        """The estimated number of the table's bytes that its rows, including dead rows, do not fill. None: the
-        statistics do not know the width of a row."""
+        """The estimated unused bytes of the table: those that neither live nor dead rows fill. None: the statistics do
+        not know the width of a row."""
         return None if self.row_bytes is None else max(0, self.heap_bytes - int(self.versions * self.row_bytes))
 
     @property

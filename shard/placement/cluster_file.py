@@ -124,7 +124,7 @@ class Cluster:
     source: str = "cluster file"
     # The first 12 digits of the SHA-256 of the file's text, as `sha256sum` prints it.
     digest: str = ""
-    # The files that the keys `dsn_file` name.
+    # The files that are named by the keys `dsn_file`.
     dsn_files: tuple[Path, ...] = ()
 
     def shard(self, name: str) -> ShardEntry | None:

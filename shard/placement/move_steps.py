@@ -99,8 +99,8 @@ class WorkflowOfSlot(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """The end of a node that was appended as an arrival on the source and was not folded there, in the order of
-    read_arrivals.sql's columns."""
+    """The end of a node. The source has appended this end as an arrival, and has not folded it. The fields have the
+    order of the columns of read_arrivals.sql."""
 
     number: int
     org: OrgId

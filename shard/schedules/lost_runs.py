@@ -62,8 +62,8 @@ class Skipped(NamedTuple):
 
 
 class _Decision(NamedTuple):
-    """The decision about a schedule: the run that records its instants until now as skipped, the first instant after
-    these, and the time at which a router must look at the schedule again."""
+    """The decision about a schedule: the run that records the schedule's past instants as skipped, the first instant
+    after those, and the time at which a router must look at the schedule again."""
 
     run: Run | None
     next_at: Micros | None

@@ -167,8 +167,8 @@ class ScheduleAdmin:
         epoch: int,
     ) -> Found:
         """Changes a schedule. `change` gets the present spec and template, and returns the new spec and template. A
-        changed timing applies from now on. Instants of the old timing until now that are not decided yet are recorded
-        as skipped. Raises UnknownSchedule, BadSchedule, TooManyQueues."""
+        changed timing applies from now on. If an instant of the old timing has passed and is not decided yet, it is
+        recorded as skipped. Raises UnknownSchedule, BadSchedule, TooManyQueues."""
         return await self._in_turn(org, partial(self._update, org, name, change, epoch))
 
     async def _update(

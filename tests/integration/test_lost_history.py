@@ -368,7 +368,7 @@ class Snapshot:
             yield self.server.dsn(first), Backups(server=self.server, name=second)
 
 
-# The org of the tests with a copy of the same snapshot. Each of these tests has databases of its own.
+# The org in the tests that use a copy of the same snapshot. Each of these tests has databases of its own.
 LOST_ORG = OrgId("lost-org")
 
 

@@ -275,7 +275,7 @@ async def test_a_cancelled_workflow_runs_only_what_runs_at_any_end(flows: Flows)
 
 
 async def test_a_callback_of_an_old_workflow_runs(flows: Flows) -> None:
-    """The ids of its jobs are older than the ids that calls may send now."""
+    """The ids of the workflow's jobs are older than the ids that calls may send now."""
     week_ms = 7 * 24 * 3_600_000
     with pytest.raises(IdsOutsideHorizon):
         await flows.start(chain(1), workflow=WorkflowId(job_id(ahead_ms=-week_ms - 3_600_000)))

@@ -351,9 +351,9 @@ class StoreMachine(RuleBasedStateMachine):
                 self.enqueue(stores, tenants, data)
 
     def enqueue(self, stores: Sequence[int], tenants: Sequence[int], data: st.DataObject) -> None:
-        """Enqueues new jobs, and also jobs that were sent before or that other calls send at the same time, as
-        producers do that missed the answer. Some of the repeated jobs have another key or another queue. Consumers wait
-        for some of the jobs."""
+        """Enqueues new jobs. Also repeats jobs that were sent before, or that other calls send at the same time, like a
+        producer that did not get the answer. Some of the repeated jobs have another key or another queue. Consumers
+        wait for some of the jobs."""
         calls: list[Sent] = []
         for org in tenants:
             tenant = self.orgs[org]

@@ -835,7 +835,7 @@ def test_two_owners_at_one_time_are_found_unless_the_clock_jumped() -> None:
 
 
 def test_an_owner_that_never_closed_is_found() -> None:
-    # The two violations: s1 owns the slot while s2 owns it, and also at the end.
+    # There are two violations: s1 owns the slot while s2 owns it, and s1 still owns it at the end.
     assert found(moved(s1=ON_S1[:1])) == ["I6", "I6"]
 
 

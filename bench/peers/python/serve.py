@@ -77,8 +77,8 @@ class Peer(Protocol):
     def rest(self) -> None: ...
 
     async def counts(self) -> dict[str, int | None]:
-        """Returns the jobs of the last prepared run that are left, accepted and finished; None for a count that the
-        system does not keep."""
+        """Returns three counts for the last prepared run: the jobs that are left, the accepted jobs and the finished
+        jobs. A count is None if the system does not keep it."""
         ...
 
     async def close(self) -> None: ...

@@ -19,8 +19,9 @@ else:
         """Imports a module of this package by its name. For any other name, such as Client, imports the whole client.
         Routers and the command `windrow` need only a few modules. If they imported the whole client, their start would
         take about 14 % longer."""
-        # `from windrow import x` in a module of this package calls this function, too. Then import only x: the whole
-        # client may need the module with this statement, whose own import has not ended yet.
+        # `from windrow import x` in a module of this package calls this function, too. In this case, import only x. The
+        # whole client may need the module that contains this statement, and the import of that module has not ended
+        # yet.
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
         names = import_module("windrow.names")

@@ -174,8 +174,8 @@ class JobChanges(AdminCalls):
 
     async def redrive_jobs(self, ids: Iterable[str]) -> list[Answer]:
         """Makes dead jobs ready again; their attempts are counted from 1 again. Returns CANCELLED for a cancelled job,
-        and STALE for any other job that is not dead, also if the first try of this call redrove the job, but its answer
-        was lost."""
+        and STALE for any other job that is not dead. If the first try of this call redrove the job, and the answer to
+        that try was lost, returns STALE too."""
 
         async def send(part: Sequence[str]) -> Sequence[int]:
             request = queue_pb2.RedriveJobsRequest(org=self.org, ids=part)

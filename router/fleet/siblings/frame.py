@@ -20,8 +20,8 @@ _T = TypeVar("_T")
 SIZES = struct.Struct(">II")
 # The largest frame that is read. The frames that are written are much smaller: see `take`.
 FRAME_BYTES_MAX = 16 * 1024 * 1024
-# A frame gets at most _HINTS_MAX hints. A frame gets further outcomes only while the jobs of its outcomes have less
-# than _JOBS_BYTES_MAX bytes together. What does not fit goes into the next frame.
+# A frame gets at most _HINTS_MAX hints. Outcomes are added to a frame until the jobs in its outcomes have
+# _JOBS_BYTES_MAX bytes in total. What does not fit goes into the next frame.
 _JOBS_BYTES_MAX = 1024 * 1024
 _HINTS_MAX = 1000
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode

@@ -35,7 +35,7 @@ class JwtSettings:
     issuer: str
     # One of these must be in the claim `aud`. Clusters that share an issuer have different audiences.
     audiences: tuple[str, ...]
-    # Exactly one of these two is set: where the public keys of the issuer are.
+    # Where the public keys of the issuer are. Exactly one of these two is set.
     jwks_file: Path | None = None
     jwks_url: str | None = None
     # The claims that hold the org and the scopes.

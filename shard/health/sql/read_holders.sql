@@ -1,5 +1,5 @@
--- Everything that prevents Postgres from removing dead rows of this database, or WAL. The oldest comes first. A time is
--- NULL if it is unknown or if this role may not see it.
+-- Everything that prevents Postgres from removing WAL or the dead rows of this database. The oldest comes first. A time
+-- is NULL if it is unknown or if this role may not see it.
 SELECT
     'process' AS kind, a.pid::text AS name, a.pid, a.usename::text AS role, coalesce(nullif(a.application_name, ''), a.backend_type)
         AS application, host(a.client_addr) AS client, a.state, a.wait_event_type || ' ' || a.wait_event AS waits_for,
