@@ -1492,7 +1492,9 @@ async def test_one_refused_ack_does_not_hold_up_the_others(router: FakeRouter, c
 
 
 async def test_an_error_that_time_cannot_heal_ends_the_worker(router: FakeRouter, client: Client) -> None:
-    router.scripts["Consume"] = refusing(1, StatusCode.PERMISSION_DENIED, "no token")
+    # Refuse every stream. If gRPC is writing when a stream ends, it does not report the status, and the worker opens
+    # another stream.
+    router.scripts["Consume"] = refusing(1_000, StatusCode.PERMISSION_DENIED, "no token")
     with pytest.raises(PermissionDenied, match="no token"):
         await Worker(client, "q").run()
 
