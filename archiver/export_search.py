@@ -105,7 +105,8 @@ def _days(files: Files, wanted: ExportFilter) -> list[str]:
         except ValueError as error:
             # For example, somebody has copied the folder of a day.
             raise Damaged(f"{files.name(folder)} is named after no day: move it out of the exports") from error
-        if wanted.earliest is not None and first + timedelta(days=1) <= wanted.earliest:
+        # The end of the day may lie after the last moment that a datetime can have.
+        if wanted.earliest is not None and wanted.earliest - first >= timedelta(days=1):
             continue
         if wanted.until is not None and first >= wanted.until:
             continue

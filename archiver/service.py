@@ -104,8 +104,7 @@ async def archive_once(cluster: Cluster, *, stop: asyncio.Event) -> Mapping[Shar
     """Runs one pass over each shard that may be changed, all at the same time. Returns the outcome of each: a Pass,
     AnotherArchives, a ShardError, or an unexpected exception. Raises ClusterFileError."""
     entries = _entries(cluster)
-    async with opened(CATALOG, cluster.catalog_dsn) as catalog:
-        outcomes = await asyncio.gather(*(_pass_one(cluster, entry, catalog, stop) for entry in entries))
+    outcomes = await asyncio.gather(*(_pass_one(cluster, entry, stop) for entry in entries))
     await _forget_audit(cluster, stop)
     return {entry.name: outcome for entry, outcome in zip(entries, outcomes, strict=True)}
 
@@ -115,16 +114,17 @@ def _entries(cluster: Cluster) -> list[ShardEntry]:
 
 
 async def _pass_alone(cluster: Cluster, entry: ShardEntry, stop: asyncio.Event, listener: Listener) -> None:
-    async with opened(CATALOG, cluster.catalog_dsn) as catalog:
-        listener(entry.name, await _pass_one(cluster, entry, catalog, stop))
+    listener(entry.name, await _pass_one(cluster, entry, stop))
 
 
-async def _pass_one(cluster: Cluster, entry: ShardEntry, catalog: Database, stop: asyncio.Event) -> Pass | Exception:
+async def _pass_one(cluster: Cluster, entry: ShardEntry, stop: asyncio.Event) -> Pass | Exception:
     try:
         async with opened(entry.name, entry.dsn) as database:
-            # This also creates the partitions of the days ahead.
-            await identity.admit(database, catalog, cluster=cluster.name)
-            await org_policies.copy(catalog, database)
+            # A pass may take hours, and must not keep a connection to the catalog for that time.
+            async with opened(CATALOG, cluster.catalog_dsn) as catalog:
+                # This also creates the partitions of the days ahead.
+                await identity.admit(database, catalog, cluster=cluster.name)
+                await org_policies.copy(catalog, database)
             return await pass_over(
                 entry, database, settings_of(cluster), cluster=cluster.name, digest=cluster.digest, stop=stop
             )
@@ -148,6 +148,8 @@ async def _forget_audit(cluster: Cluster, stop: asyncio.Event) -> None:
                     break
     except ShardError as error:
         _log.warning("old entries of the audit log stay: %s", error)
+    except Exception:  # noqa: BLE001 - a problem of the audit log must not end the passes of shards
+        _log.exception("old entries of the audit log stay: unexpected error")
 
 
 @contextlib.asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from shard.errors import ClocksDiffer, ShardUnavailable
 from shard.placement.cluster_file import ShardEntry
 from shard.placement.file_watcher import WatchedFile
 from shard.postgres.leader_lock import ARCHIVER, leader_session
+from shard.postgres.pool import Database
 from shard.queue.settle import Settlement
 from shard.queue.store import Store
 from shard.vocabulary import OrgId, ShardName
@@ -200,6 +202,68 @@ async def test_a_shard_whose_pass_takes_long_does_not_delay_the_passes_of_others
         stop.set()
         goes_on.set()
         await running
+
+
+async def test_a_pass_that_takes_long_keeps_no_connection_to_the_catalog(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    field.write(s1={}, s2={})
+    real = run.pass_over
+    open_now: set[ShardName] = set()
+    seen: list[set[ShardName]] = []
+
+    @contextlib.asynccontextmanager
+    async def opened(name: ShardName, dsn: str) -> AsyncGenerator[Database]:
+        async with opened_really(name, dsn) as database:
+            open_now.add(name)
+            try:
+                yield database
+            finally:
+                open_now.discard(name)
+
+    async def look(entry: ShardEntry, *arguments: Any, **more: Any) -> Pass:
+        if entry.name == B:
+            seen.append(set(open_now))
+        return await real(entry, *arguments, **more)
+
+    opened_really = service.opened
+    monkeypatch.setattr(service, "opened", opened)
+    monkeypatch.setattr(service, "pass_over", look)
+    monkeypatch.setattr(service, "_entries", lambda cluster: [one for one in cluster.shards if one.name == B])
+    await once(field)
+    assert seen == [{B}]
+
+
+async def test_an_unexpected_error_in_the_audit_log_ends_no_pass(
+    field: Field, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = field.write("[archiver]\nschedule = '1s'\n", s1={})
+    failed, passed = asyncio.Event(), asyncio.Event()
+    real = run.pass_over
+
+    async def forget(*_: Any, **__: Any) -> int:
+        failed.set()
+        raise psycopg.errors.DeadlockDetected("deadlock detected")
+
+    async def pass_after(*arguments: Any, **more: Any) -> Pass:
+        await failed.wait()
+        return await real(*arguments, **more)
+
+    def note(_: ShardName, outcome: Pass | Exception) -> None:
+        if isinstance(outcome, Pass):
+            passed.set()
+
+    monkeypatch.setattr(audit, "forget", forget)
+    monkeypatch.setattr(service, "pass_over", pass_after)
+    stop = asyncio.Event()
+    running = asyncio.create_task(service.archive(WatchedFile(field.config), cluster, stop=stop, listener=note))
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await passed.wait()
+    finally:
+        stop.set()
+        await running
+    assert "old entries of the audit log stay: unexpected error" in caplog.text
 
 
 async def test_a_directory_that_no_export_can_be_written_to_is_reported_at_the_start(

@@ -624,6 +624,26 @@ async def test_a_search_for_an_id_of_a_far_future_finds_nothing(
     assert list(find(files, ExportFilter(org=org, ids=[JobId("ffffffff-ffff-7fff-bfff-ffffffffffff")]))) == []
 
 
+async def test_a_search_passes_over_the_folder_of_the_last_day_that_a_date_can_have(
+    fresh_database: Database, org: OrgId, files: Files, place: Path
+) -> None:
+    await run_export(files, fresh_database, await make_cold_day(fresh_database, org))
+    (job, *_) = jobs = list(find(files, ExportFilter(org=org)))
+    (manifest,) = place.rglob("manifest.json")
+    last = manifest.parent.with_name("day=9999-12-31")
+    last.mkdir()
+    (last / "manifest.json").write_text(
+        json.dumps(
+            json.loads(manifest.read_text())
+            | {"rows_by_org": {}, "rows": 0}
+            | {"folder": last.relative_to(place).as_posix(), "day": "9999-12-31"}
+        )
+    )
+    assert list(find(files, ExportFilter(org=org, since=job["finished_at"]))) == [
+        one for one in jobs if one["finished_at"] >= job["finished_at"]
+    ]
+
+
 async def test_a_search_names_a_folder_that_is_not_a_days(
     fresh_database: Database, org: OrgId, files: Files, place: Path
 ) -> None:

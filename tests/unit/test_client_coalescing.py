@@ -269,6 +269,30 @@ async def test_closing_ends_those_that_wait_until_a_limit_has_room(router: FakeR
     assert not client._enqueues._by_org
 
 
+async def test_an_eager_loop_sends_again_what_waited_until_a_limit_has_room(router: FakeRouter, client: Client) -> None:
+    def begin_at_once(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> Any:
+        """Enters the task's context at once, as asyncio.eager_task_factory of Python 3.12 does."""
+        if (context := options.get("context")) is not None:
+            context.run(lambda: None)
+        return asyncio.Task(work, loop=loop, **options)
+
+    async def full_at_first(request: Any, context: Any) -> Any:
+        if len(router.of("Enqueue")) == 1:
+            await refuse(context, StatusCode.RESOURCE_EXHAUSTED, retry_after_s=0.01, reason=LIMIT_REACHED)
+        return router.plain("Enqueue", request)
+
+    router.scripts["Enqueue"] = full_at_first
+    loop = asyncio.get_running_loop()
+    # The loop also serves the fake router, whose tasks have no context of their own.
+    loop.set_task_factory(begin_at_once)
+    try:
+        await client.enqueue("q", "k")
+    finally:
+        loop.set_task_factory(None)
+    assert len(router.of("Enqueue")) == 2
+    assert not client._enqueues._by_org
+
+
 async def test_another_event_loop_is_told_so_at_once(router: FakeRouter, client: Client) -> None:
     await client.enqueue("q", "k")
     with pytest.raises(ClientClosed, match="another event loop"):

@@ -158,7 +158,9 @@ class Coalescer(Generic[_Item, _Answer]):
             pause_s = error.retry_after * random.uniform(1.0, 1.5)
             if loop.time() + pause_s < request.deadline:
                 self._paused += 1
-                self._calls.spawn(self._send_later(request, pause_s), request.context)
+                # Not in the request's context: this code may run in that context. A loop with an eager task factory
+                # begins the task at once, and a context cannot be entered twice.
+                self._calls.spawn(self._send_later(request, pause_s), contextvars.Context())
                 return
         _fail(request, error)
 
