@@ -54,7 +54,7 @@ class Pass:
     # How many erasures that had begun earlier ended in this pass.
     erased: int = 0
     # Tables of days, of held jobs or of old ids that other sessions kept locked, or on which other objects depend, with
-    # the names of these sessions or objects. The next pass tries again.
+    # the names of these objects and, if they are known, of these sessions. The next pass tries again.
     in_use: list[str] = field(default_factory=list[str])
     # Days that could not be exported, and why. They are not dropped.
     not_exported: list[str] = field(default_factory=list[str])

@@ -255,7 +255,7 @@ def _shown(value: Any) -> object:
         case Message():
             return {field.name: _shown(inner) for field, inner in value.ListFields()}
         case _:
-            # Of a repeated field, the log keeps the first items. If there are more, it also keeps how many there are.
+            # The log keeps the first items of a repeated field. If there are more, it also keeps how many there are.
             items: list[Any] = list(value)
             shown = [_shown(item) for item in items[:_ITEMS_MAX]]
             return shown if len(items) <= _ITEMS_MAX else [*shown, f"{len(items)} in all"]

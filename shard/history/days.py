@@ -50,7 +50,7 @@ class Aged:
 
 class InUse(Exception):
     """Other sessions use the partition all the time, another archiver has changed it, or other objects depend on it.
-    The message names the partition and the sessions or objects."""
+    The message names the partition, the objects and, if they are known, the sessions."""
 
 
 class NotExported(Exception):

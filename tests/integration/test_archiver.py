@@ -21,11 +21,12 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metric
 from opentelemetry.proto.common.v1 import common_pb2
 
 from archiver import reporting, run, service
+from archiver.reporting import Listener
 from archiver.run import AnotherArchives, Pass
 from shard.admin import audit
 from shard.admin.queue_admin import QueueAdmin
 from shard.errors import ClocksDiffer, ShardUnavailable
-from shard.placement.cluster_file import ShardEntry
+from shard.placement.cluster_file import Cluster, ShardEntry
 from shard.placement.file_watcher import WatchedFile
 from shard.postgres.leader_lock import ARCHIVER, leader_session
 from shard.postgres.pool import Database
@@ -56,6 +57,18 @@ async def finished_before(field: Field, org: OrgId, *, days: int) -> None:
 
 async def once(field: Field) -> dict[ShardName, Pass | Exception]:
     return dict(await service.archive_once(field.cluster, stop=asyncio.Event()))
+
+
+@contextlib.asynccontextmanager
+async def archiving(field: Field, cluster: Cluster, listener: Listener = reporting.log) -> AsyncGenerator[None]:
+    """Runs the archiver during this scope, and then waits until it has stopped."""
+    stop = asyncio.Event()
+    running = asyncio.create_task(service.archive(WatchedFile(field.config), cluster, stop=stop, listener=listener))
+    try:
+        yield
+    finally:
+        stop.set()
+        await running
 
 
 async def test_a_pass_turns_days_cold_drops_what_was_kept_for_its_time_and_says_so(field: Field, org: OrgId) -> None:
@@ -116,22 +129,17 @@ async def test_it_passes_on_schedule_by_the_file_as_it_is_and_keeps_the_one_befo
 ) -> None:
     caplog.set_level(logging.DEBUG)
     cluster = field.write("[archiver]\nschedule = '1d'\n", s1={})
-    stop = asyncio.Event()
-    running = asyncio.create_task(service.archive(WatchedFile(field.config), cluster, stop=stop))
 
     async def said() -> str:
         return caplog.text
 
-    try:
+    async with archiving(field, cluster):
         field.write("[archiver]\nschedule = '1s'\n", s1={})
         await until(said, lambda text: "shard 's1': nothing was due" in text)
         field.config.write_text(field.config.read_text().replace("'1s'", "'soon'"))
         await until(said, lambda text: "the cluster file is refused" in text and "'soon' is neither" in text)
         await finished_before(field, org, days=3)
         await until(said, lambda text: "turned cold: 2 job(s)" in text)
-    finally:
-        stop.set()
-        await running
     (books,) = [found for found in await QueueAdmin(field.databases[A]).check() if found.org == org]
     assert (books.archived, books.balanced) == (2, True)
 
@@ -157,14 +165,8 @@ async def test_a_clock_that_is_set_back_during_a_pass_does_not_put_off_the_next_
             twice.set()
 
     cluster = field.write("[archiver]\nschedule = '1s'\n", s1={})
-    stop = asyncio.Event()
-    running = asyncio.create_task(service.archive(WatchedFile(field.config), cluster, stop=stop, listener=count))
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            await twice.wait()
-    finally:
-        stop.set()
-        await running
+    async with archiving(field, cluster, count), asyncio.timeout(PATIENCE_S):
+        await twice.wait()
 
 
 async def test_a_shard_whose_pass_takes_long_does_not_delay_the_passes_of_others(
@@ -190,18 +192,15 @@ async def test_a_shard_whose_pass_takes_long_does_not_delay_the_passes_of_others
             again.set()
 
     monkeypatch.setattr(service, "pass_over", pass_slowly)
-    stop = asyncio.Event()
-    running = asyncio.create_task(service.archive(WatchedFile(field.config), cluster, stop=stop, listener=note))
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            await others.wait()
-            assert (began, passes) == (1, [B] * 3)
+    async with archiving(field, cluster, note):
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await others.wait()
+                assert (began, passes) == (1, [B] * 3)
+                goes_on.set()
+                await again.wait()
+        finally:
             goes_on.set()
-            await again.wait()
-    finally:
-        stop.set()
-        goes_on.set()
-        await running
 
 
 async def test_a_pass_that_takes_long_keeps_no_connection_to_the_catalog(
@@ -255,14 +254,8 @@ async def test_an_unexpected_error_in_the_audit_log_ends_no_pass(
 
     monkeypatch.setattr(audit, "forget", forget)
     monkeypatch.setattr(service, "pass_over", pass_after)
-    stop = asyncio.Event()
-    running = asyncio.create_task(service.archive(WatchedFile(field.config), cluster, stop=stop, listener=note))
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            await passed.wait()
-    finally:
-        stop.set()
-        await running
+    async with archiving(field, cluster, note), asyncio.timeout(PATIENCE_S):
+        await passed.wait()
     assert "old entries of the audit log stay: unexpected error" in caplog.text
 
 
@@ -272,17 +265,12 @@ async def test_a_directory_that_no_export_can_be_written_to_is_reported_at_the_s
     place = tmp_path / "a file"
     place.write_text("")
     cluster = field.write(f"[archiver]\nschedule = '1d'\nexport = '{place}'\n", s1={})
-    stop = asyncio.Event()
-    running = asyncio.create_task(service.archive(WatchedFile(field.config), cluster, stop=stop))
 
     async def errors() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
 
-    try:
+    async with archiving(field, cluster):
         (error,) = await until(errors, bool)
-    finally:
-        stop.set()
-        await running
     assert error.startswith(f"no job can be exported, so no day is dropped: {place}: ")
 
 

@@ -550,7 +550,7 @@ async def test_a_sibling_is_asked_for_no_more_than_it_may_be(pair: tuple[Process
     here, there = pair
     there.waits(credit=100_000)
     await settled()
-    # Of one enqueue, a sibling is asked for places for at most 1 MiB of jobs.
+    # An enqueue asks a sibling for places for at most 1 MiB of its jobs.
     jobs = some_jobs(ORG, 200)
     jobs.payloads = [b"x" * 16_000] * 200
     (promise,) = await here.asks(jobs)
