@@ -1,2 +1,2 @@
-"""Moves slots between shards until the cluster is as its file wants it (docs/decisions/0017-moving-slots.md,
-docs/decisions/0021-the-balancer.md)."""
+"""Moves slots between shards until the cluster is in the state that the cluster file describes
+(docs/decisions/0017-moving-slots.md, docs/decisions/0021-the-balancer.md)."""

@@ -1,8 +1,8 @@
-"""The balancer's control loop. While this process leads, it makes the cluster as its file wants it: it continues every
-move that has begun, then begins the moves that the plan asks for, and then keeps polling.
+"""The balancer's control loop. While this process leads, it brings the cluster into the state that the cluster file
+describes. It continues every move that has begun, then begins the moves that the plan asks for, and then keeps polling.
 
-Each pass reads the state from the catalog. After the file has changed, another Controller takes over
-(balancer/service.py). The loop remembers only which moves have just failed, so that it does not retry them at once. A
+Each pass reads the state from the catalog. After the cluster file has changed, balancer/service.py replaces the
+Controller by a new one. The loop remembers only which moves have just failed, so that it does not retry them at once. A
 shard that is unreachable delays only its own moves.
 """
 
@@ -30,18 +30,18 @@ _log = logging.getLogger(__name__)
 
 # Time between two polls of the catalog, unless something wakes the loop earlier.
 _POLL_S = 3.0
-# Upper bound for moves that have begun and not ended. Most of them only wait for leases to end. The number of moves
-# that do more than wait is smaller than the number of shards.
+# Upper bound for the number of moves that have begun and not ended. Most of them only wait for leases to end. The
+# number of moves that do more than wait is smaller than the number of shards.
 _OPEN_MAX = 16
-# Upper bounds for one move of several slots. Producers of its slots wait while its queues and workflows are copied:
-# some 60 µs for each queue, and 0.1 ms for each node. To count queues and nodes, the first read takes _SLOTS_FIRST
-# slots, and each further read doubles the number of slots.
+# Upper bounds for a move of more than one slot. While the queues and workflows of these slots are copied, the producers
+# wait: about 60 µs for each queue, and 0.1 ms for each node. Queues and nodes are counted for the first _SLOTS_FIRST
+# slots, and then for twice as many slots with each further query.
 _SLOTS_MAX = 1024
 _QUEUES_MAX = 5000
 _NODES_MAX = 10_000
 _SLOTS_FIRST = 16
-# Time before a failed move is tried again. If the move is switched, this time doubles after each failure. If the move
-# is not switched yet, the time does not grow, because perhaps no shard accepts new jobs of the slots until the switch.
+# Time before a failed move is tried again. If the move's target is already the writer of the slots, this time doubles
+# after each failure. Before that, the time does not grow, because perhaps no shard accepts new jobs of the slots.
 _PAUSE_S = 1.0
 _PAUSE_S_MAX = 30.0
 _LOG_S = 10.0
@@ -101,8 +101,8 @@ class Controller:
         self._planned: Sequence[Transfer] = ()
         self._running: dict[int, _RunningMove] = {}
         self._paused: dict[int, _Pause] = {}
-        # As of the latest pass, the shards to which no slot may move, because they still have stray jobs of slots that
-        # are to move there.
+        # The shards to which the latest pass moved no slots, because these shards still have stray jobs of the slots
+        # that should move there.
         self._with_strays: set[ShardName] = set()
         self._woken = asyncio.Event()
         self._ending = False
@@ -117,7 +117,7 @@ class Controller:
 
     async def run(self) -> None:
         """Runs until `end` is called or, with `once`, until nothing is left to do. With `once`, raises the ShardError
-        that prevented a pass from reading the state. If `run` is cancelled, it does nothing more."""
+        that prevented a pass from reading the state. If `run` is cancelled, its moves are cancelled too."""
         failed: ShardError | None = None
         async with asyncio.TaskGroup() as group:
             while not self._ending:
@@ -177,7 +177,7 @@ class Controller:
             return known
         pinned = await self._shards.plan_pins(known)
         self._planned = transfers(known, self._cluster, pinned.owners)
-        # Set this last: if an earlier step fails, the next pass repeats all steps.
+        # Set `_known` last: if an earlier step fails, the next pass repeats all steps.
         self._known = known
         self._log_pins(pinned.complaints)
         return known
@@ -185,8 +185,9 @@ class Controller:
     # ── Moves ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _resume(self, group: asyncio.TaskGroup, move: Move) -> None:
-        """Starts carrying out a move that has begun, unless the move failed a moment ago or its shards are busy. A move
-        that is not switched does not wait for busy shards, because perhaps no shard accepts new jobs of its slots."""
+        """Starts carrying out a move that has begun, unless the move failed a moment ago or its shards are busy. As
+        long as the target is not the writer, the move does not wait for busy shards, because perhaps no shard accepts
+        new jobs of the slots."""
         pause = self._paused.get(move.epoch)
         if self._ending or (pause is not None and asyncio.get_running_loop().time() < pause.until_s):
             return
@@ -196,8 +197,8 @@ class Controller:
             self._start(group, move)
 
     async def _begin(self, group: asyncio.TaskGroup, known: Catalog, transfer: Transfer) -> bool:
-        """Begins to move some of these slots, unless their shards are busy, unreachable or suspect. Returns whether a
-        move began."""
+        """Begins to move the first slots of the transfer, unless one of its shards is busy, unreachable or suspect.
+        Returns whether a move began."""
         ends = {transfer.source, transfer.target}
         if self._ending or ends & (self._busy() | self._suspect()) or not await self._usable(*ends):
             return False
@@ -215,7 +216,7 @@ class Controller:
             # The slots changed after the catalog was read.
             self._woken.set()
             return False
-        # The move is recorded now, so no other database can take the target's place any more. Check the shards once
+        # The move is recorded now. From now on, no other database can take the target's place, so check the shards once
         # more.
         await self._resume(group, move)
         return True
@@ -280,7 +281,7 @@ class Controller:
         )
 
     def _idle_s(self) -> float:
-        """Returns the time until the next pass. This is the time until the next poll, or less if a pause ends
+        """Returns the time until the next pass: until the next poll, or until the first pause ends if that is
         earlier."""
         now_s = asyncio.get_running_loop().time()
         ends = (pause.until_s - now_s for pause in self._paused.values())
@@ -297,11 +298,12 @@ class Controller:
         self._paused = {epoch: pause for epoch, pause in self._paused.items() if epoch in epochs}
 
     def _busy(self) -> set[ShardName]:
-        """Returns the shards of the moves that do more now than wait for leases to end."""
+        """Returns the shards of all moves that run now, except moves that only wait for leases to end."""
         return {name for running in self._running.values() if running.works for name in running.shards}
 
     async def _usable(self, *names: ShardName) -> bool:
-        """Returns whether these shards can be used. Checks each one, so that the problem of each is logged."""
+        """Returns whether all of these shards can be used. Checks every shard, even if another one fails, so that every
+        problem is logged."""
         return all(await asyncio.gather(*map(self._shards.check_usable, names)))
 
     # ── Logging ──────────────────────────────────────────────────────────────────────────────────────────────────────

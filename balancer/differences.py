@@ -1,10 +1,10 @@
-"""Lists how a shard that lost history differs from its state before the loss, as far as any database shows this. Run
-the comparison before the loss is accepted. It changes only the shard's schema, and only if the backup is of an older
-release.
+"""Lists how a shard that lost history differs from its state before the loss, as far as the databases show. Run the
+comparison before the loss is accepted. The comparison changes nothing but the shard's schema, which it migrates if the
+backup comes from an older release.
 
 Some differences are certain, because the catalog knows where orgs live now, other shards know some of the jobs, and the
-audit log has recorded changes. Only clients know which jobs have ended on the shard since the point of recovery, and
-which jobs were stored on it since then. So this module lists all jobs that may run again.
+audit log has recorded changes. Only clients know which jobs the shard has stored since the point of recovery, and which
+jobs have ended on it since then. So this module lists all jobs that may run again.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from shard.vocabulary import JobId, Micros, OrgId, QueueName, ShardName, Slot
 
 _T = TypeVar("_T")
 
-# The audit log is read from this long before the point of recovery, because the clocks of the catalog and of the shard
-# may differ, and because a change is recorded before it is made.
+# How long before the point of recovery the first entry is that is read from the audit log. The clocks of the catalog
+# and of the shard may differ, and a change is recorded before it is made.
 _MARGIN_US = 60_000_000
 _ENTRIES_MAX = 100_000
 _SLOTS_AT_ONCE = 1000
-# Changes that are stored in the catalog or concern the whole cluster, so that the shard cannot have lost them.
+# Methods whose changes are stored in the catalog or concern the whole cluster. The shard cannot have lost these
+# changes.
 _NOT_LOST = ("windrow.v1.Cluster/", "windrow shards ", "windrow keys ")
 _POLICIES = frozenset({"windrow orgs keep", "windrow orgs hold", "windrow orgs release"})
 _NO_SETTINGS = (QueueSettings(), QueueSettings(paused=False))
@@ -63,8 +64,8 @@ class FoundJob(NamedTuple):
 
 
 class CameOrg(NamedTuple):
-    """An org that came to the shard after the point of recovery. The jobs that came with the org are gone, and so are
-    its jobs that were stored on the shard since then."""
+    """An org that moved to the shard after the point of recovery. The jobs that moved with the org are lost, and so are
+    the jobs that the org has enqueued on the shard since then."""
 
     org: OrgId
     slot: Slot
@@ -72,8 +73,8 @@ class CameOrg(NamedTuple):
 
 
 class Differences:
-    """Made by `find`. All methods raise ShardUnavailable and Misconfigured, also if another shard that is needed does
-    not answer."""
+    """Made by `find`. All methods raise ShardUnavailable and Misconfigured. The cause may also be another shard that
+    the method needs."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class Differences:
             yield sorted([job for org, jobs in by_org.items() for job in await self._judge(org, jobs)])
 
     async def came(self) -> AsyncIterator[list[CameOrg]]:
-        """Yields the orgs whose slots have come to the shard since the point of recovery. Reads them from the shards
+        """Yields the orgs whose slots have come to the shard since the point of recovery. Reads the orgs on the shards
         from which the slots came."""
         placements = self._known.slots
         slots = sorted(slot for slot in self._behind if self._loss.shard in placements[slot].writes)
@@ -138,8 +139,8 @@ class Differences:
             yield [one for one in page if self._is_written(one.org)]
 
     async def changes(self) -> list[Entry]:
-        """Returns the changes of this shard that the audit log has recorded since one minute before the point of
-        recovery. The shard may lack these changes. Looks at the newest 100,000 entries only."""
+        """Returns the changes to this shard that the audit log has recorded, beginning one minute before the point of
+        recovery. The shard may have lost these changes. Reads only the newest 100,000 entries of the log."""
         since = Micros(0 if self._loss.newest_at is None else self._loss.newest_at - _MARGIN_US)
         entries = await audit.newest(
             self._databases.catalog, org=None, principal=None, method=None, since=since, limit=_ENTRIES_MAX
@@ -160,7 +161,7 @@ class Differences:
     async def _judge(self, org: OrgId, jobs: Sequence[RestoredJob]) -> list[FoundJob]:
         # An org that is leaving the shard counts as living elsewhere, because `accept` ends its move.
         lives_elsewhere = not self._is_written(org)
-        # If the slot is where it was at the point of recovery, look for no copies: its jobs are nowhere else.
+        # If the slot has not moved since the point of recovery, no other shard has its jobs, so do not look for copies.
         copies: dict[JobId, ShardName] = {}
         if lives_elsewhere or self._known.slot(org) in self._behind:
             ids = [job.id for job in jobs]
@@ -191,8 +192,8 @@ async def find(
     *,
     cluster: str,
 ) -> Differences:
-    """Prepares the comparison. `shard`: the restored database, opened for statements that scan. Raises
-    ShardUnavailable, Misconfigured."""
+    """Prepares the comparison. `shard`: the restored database, opened with `may_scan`. Raises ShardUnavailable,
+    Misconfigured."""
     await schema.migrate(shard, cluster=cluster)
     known = await catalog.read(catalog_database)
     behind = await slots_behind(shard, known)

@@ -1,8 +1,8 @@
-"""Carries a move from any state to its end (docs/decisions/0017-moving-slots.md).
+"""Continues a move from any state to its end (docs/decisions/0017-moving-slots.md).
 
 Only the states of the catalog and of the two shards decide which step is next. So a move is resumed in the same way as
-it is started. Other processes may carry out steps of the same move at the same time, or with a delay. Any of them may
-stop at any point. This module plans no moves, and does not check that its process leads.
+it is started. Other processes may carry out steps of the same move at the same time, or with a delay. Each of these
+processes may stop at any point. This module plans no moves, and does not check that its process leads.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from shard.placement.move_steps import Remaining, SlotState
 from shard.postgres.pool import Database
 from shard.vocabulary import ShardName, Slot
 
-# How many times to try for an exclusive table lock, and the longest pause between two tries. Other sessions use the
-# table in between.
+# How many times to try for an exclusive table lock, and the longest pause between two tries. During the pauses, other
+# sessions use the table.
 _LOCK_TRIES_MAX = 100
 _LOCK_PAUSE_S_MAX = 0.5
 # How many slots one statement searches for jobs.
@@ -32,24 +32,24 @@ _SLOTS_AT_ONCE = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How much load a move may put on two shards. By default, a move takes a quarter of one connection's time, in steps
-    so small that nobody waits long."""
+    """How much load a move may put on its two shards. By default, a move uses one connection for a quarter of the time,
+    in steps so short that no other session waits long."""
 
     # Upper bounds for one chunk. Its jobs are invisible from the export until the import.
     rows_max: int = 1_000
     bytes_max: int = 4 * 1024 * 1024
     jobs_per_s_max: float = math.inf
-    # After each chunk, the move rests for the duration of the chunk times `rest`, but at most `rest_s_max`. So the
-    # busier the shards are, the longer the move rests.
+    # After each chunk, the move rests `rest` times as long as the chunk took, but at most `rest_s_max`. So the busier
+    # the shards are, the longer the move rests.
     rest: float = 3.0
     rest_s_max: float = 5.0
-    # Time between two checks for jobs that cannot be exported yet.
+    # Time between two checks whether jobs that could not be exported yet can be exported now.
     poll_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a move is: the jobs that this run has moved, and the jobs that it last counted on the source."""
+    """How many jobs this process has moved, and how many it found on the source when it last counted them."""
 
     move: Move
     moved: int
@@ -85,17 +85,17 @@ class Mover:
         self._stopping = asyncio.Event()
         # True if perhaps no shard accepts new jobs of the slots, because the source is closed and the target is not the
         # writer yet. Another Mover may have left the move in this state, so the value is True until the first step has
-        # checked this.
+        # read the state.
         self._closed = True
-        # Whether this process has deleted the schedules and workflows on the source, because the target has them.
+        # Whether this process has deleted the schedules and workflows on the source. The target has them then.
         self._cleared = False
         self._moved = 0
         self._remaining: Sequence[Remaining] = ()
 
     async def finish(self) -> bool:
-        """Carries out the move. Returns True after the move has ended, whoever ended it, and False if this Mover was
-        stopped before. Raises ShardUnavailable; `finish` may then be called again. Raises Misconfigured if an operator
-        must intervene."""
+        """Carries out the move. Returns True if the move has ended, no matter which process ended it. Returns False if
+        this Mover was stopped before that. Raises ShardUnavailable; `finish` may then be called again. Raises
+        Misconfigured if an operator must intervene."""
         while self._closed or not self._stopping.is_set():
             if not await self.step():
                 return True
@@ -160,10 +160,10 @@ class Mover:
         return self._shards[name]
 
     async def _close(self, move: Move, source: Database, target: Database) -> bool:
-        """Closes the source. From then until the switch, producers wait. So two things are done before the source is
-        closed: the source learns which orgs have slots of their own, and the target creates the queues. Creating the
-        queues also shows that the target is reachable. Returns False if the mover was stopped."""
-        # No org can be pinned while its hash slot moves, so this reading is complete.
+        """Closes the source. From then until the target becomes the writer, producers wait. So two things are done
+        before the source is closed: the source learns which orgs have slots of their own, and the target creates the
+        queues. Creating the queues also shows that the target is reachable. Returns False if the mover was stopped."""
+        # No org can be pinned while its hash slot moves, so `org_pins` is complete.
         org_pins = await pins.read_on(self._catalog, move.source)
         if not await self._retry_lock(
             lambda: pins.adopt(source, org_pins), source, f"{move} waits for changes of queues", "queue"
@@ -178,7 +178,7 @@ class Mover:
         )
 
     async def _retry_lock(self, act: Callable[[], Awaitable[bool]], shard: Database, what: str, table: str) -> bool:
-        """Repeats `act`, which tries briefly for a table lock, until it succeeds. Returns False if the mover was
+        """Repeats `act` until it succeeds. `act` waits only briefly for a table lock. Returns False if the mover was
         stopped."""
         for _ in range(_LOCK_TRIES_MAX):
             if self._stopping.is_set():
@@ -193,9 +193,9 @@ class Mover:
         )
 
     async def _move_jobs(self, move: Move, source: Database, target: Database, chunks: dict[Slot, int]) -> None:
-        """Hands over the jobs that were exported before. If no such jobs exist, exports and hands over all free jobs
-        (jobs without a valid lease, and dead jobs). If there are no free jobs either, ends the move of the empty slots.
-        If no slot is empty, waits."""
+        """Does the first of four things that is possible: hands over the jobs that are already exported; exports and
+        hands over all free jobs (jobs without a valid lease, and dead jobs); ends the move of the slots that are empty;
+        waits."""
         if not self._cleared:
             # Delete schedules and workflows only now, after the switch. Before the switch, routers read the schedules
             # and workflows on the source.
@@ -218,8 +218,8 @@ class Mover:
             await self._move_chunks(move, source, target, {slot: chunks[slot] for slot in free})
         elif empty:
             await move_steps.delete_quarantines(source, sorted(empty), epoch=move.epoch)
-            # After this step nobody compares the two shards any more. Mark both shards: then it is noticed if one of
-            # them is restored from an older backup.
+            # After this step, no process compares the two shards any more. So mark both shards now: the marks will show
+            # if one of the shards is restored from an older backup.
             for database in (source, target):
                 await marks.mark(database, self._catalog)
             await move_steps.end_arrival(target, sorted(empty), epoch=move.epoch)
@@ -228,8 +228,8 @@ class Mover:
             await self._pause(self._pace.poll_s)
 
     async def _move_chunks(self, move: Move, source: Database, target: Database, chunks: dict[Slot, int]) -> None:
-        """Moves one chunk after another, through the slots in ascending order. Some jobs may be missed. The next step
-        counts the remaining jobs and moves them."""
+        """Moves one chunk after another, through the slots in ascending order. May miss some jobs: the next step counts
+        the remaining jobs and moves them."""
         slots: list[Slot] = sorted(chunks)
         before = self._moved
         loop = asyncio.get_running_loop()
@@ -269,14 +269,14 @@ class Mover:
                 await self._stopping.wait()
 
     async def _hand_over(self, move: Move, source: Database, target: Database, slots: Sequence[Slot]) -> int:
-        """Stores the exported jobs of these slots on the target, then deletes the jobs on the source that the target
-        has. Returns how many jobs it deleted."""
+        """Stores the exported jobs of these slots on the target, then deletes, on the source, the jobs that the target
+        has. Returns how many jobs were deleted."""
         exported = await move_steps.read_exported(source, slots, epoch=move.epoch)
         chunks = {part.slot: part.chunk for part in exported}
         imported = await move_steps.import_chunk(target, exported, epoch=move.epoch)
         refused = [slot for slot in chunks if slot not in imported]
         if refused:
-            # The chunk was imported before, by this or another process; or this move is over.
+            # Either this or another process has imported the chunk before, or the move has ended.
             states = await move_steps.read_slots(target, refused)
             imported.update(slot for slot in refused if _has_imported(states.get(slot), move.epoch, chunks[slot]))
         if imported:
@@ -316,8 +316,8 @@ def next_step(
 def find_contradiction(
     move: Move, before: Mapping[Slot, SlotState], target: Mapping[Slot, SlotState], source: Mapping[Slot, SlotState]
 ) -> str | None:
-    """Returns why these states cannot belong to this move, or None if they can. They must have been read in this order:
-    the source's (`before`), the target's, the source's again."""
+    """Returns why these states cannot belong to this move, or None if they can. The states must have been read in this
+    order: the source's (`before`), the target's, then the source's again."""
     for slot in move.slots:
         for at, states in ((move.source, source), (move.target, target)):
             if _epoch(states, slot) > move.epoch:

@@ -1,4 +1,4 @@
-"""Plans on which shards pinned orgs should live. Follows the operators' pins, as far as the cluster file's shards
+"""Plans on which shards pinned orgs should live. Follows the operators' pins, as far as the shards of the cluster file
 allow. Pure.
 
 Orgs move as little as possible: an org on a suitable shard stays there. If no shard is suitable, the org stays too, and
@@ -21,8 +21,8 @@ from shard.vocabulary import OrgId, ShardName, Slot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPins:
-    """`owners`: for every slot that belongs to an org, the shard where it should be. A slot that moves now counts as
-    being on the move's target."""
+    """`owners`: for the own slot of each pinned org, the shard where this slot should be. A slot that moves now counts
+    as being on the move's target."""
 
     owners: Mapping[Slot, ShardName]
     # Why an org is not where its pin wants it and cannot be moved there.
@@ -30,8 +30,8 @@ class PlannedPins:
 
 
 def plan(catalog: Catalog, pins: Sequence[Pin], entries: Sequence[ShardEntry]) -> PlannedPins:
-    """Plans from a copy of the catalog and the pins. It does not matter which of the two was read first: pins that the
-    copy does not have yet are left for the next plan."""
+    """Plans from a copy of the catalog and the pins. The catalog and the pins may be read in either order: if the copy
+    does not have the slot of a pin yet, the next plan handles this pin."""
     owners: dict[Slot, ShardName] = {}
     complaints: dict[OrgId, str] = {}
     to_place: list[tuple[Pin, list[ShardEntry]]] = []
@@ -108,11 +108,11 @@ def takes_pins(entry: ShardEntry) -> bool:
 
 
 def _may_stay(entry: ShardEntry, target: PinTarget) -> bool:
-    """Returns whether a pinned org may stay on its shard. It may stay even on a shard whose state says that it takes no
-    jobs for now."""
+    """Returns whether a pinned org may stay on its shard. The org may stay even if the state of the shard says that the
+    shard takes no jobs for now."""
     return fits(entry, target) and entry.state is not ShardState.DRAINING
 
 
 def _load(orgs: int, weight: float) -> float:
-    """Returns the load of a shard that gets one more org."""
+    """Returns how many pinned orgs per unit of weight a shard will have after it gets one more org."""
     return (orgs + 1) / weight if weight else math.inf

@@ -27,8 +27,9 @@ class Transfer:
 
 
 def wanted(known: Catalog, cluster: Cluster, pinned: Mapping[Slot, ShardName]) -> list[ShardName]:
-    """Returns the shard on which each slot should be, by slot number, with as few changes as possible. A slot that
-    moves now counts as if it had arrived. `pinned`: where the slots of pinned orgs should be (balancer/pins.py)."""
+    """Returns, at the index of each slot, the shard on which this slot should be. As few slots as possible change their
+    shard. A slot that moves now counts as if it had arrived. `pinned`: where the slots of pinned orgs should be
+    (balancer/pins.py)."""
     owners = [placement.reads[-1] for placement in known.slots]
     weights = {entry.name: entry.share for entry in cluster.shards if _takes_part(entry)}
     if any(weights.values()):

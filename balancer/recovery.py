@@ -1,8 +1,8 @@
 """Recovers a shard whose database lost history: reports what is known about the loss, accepts it, and moves the shard's
 stray jobs to where their orgs live (docs/decisions/0028-a-shard-that-lost-history.md).
 
-Every operation may be repeated, may run in several processes at once, and may stop at any point: what remains to do is
-read from the databases.
+Every operation may be repeated, may run in several processes at once, and may stop at any point, because each operation
+reads from the databases what remains to be done.
 """
 
 from __future__ import annotations
@@ -53,13 +53,12 @@ class Loss:
     shard: ShardName
     # The mark that the catalog has confirmed and the shard lacks.
     confirmed: marks.Confirmed
-    # The newest mark that the shard still has from its history before the restore; None: it has none. Marks that are
-    # newer than the confirmed one belong to the shard's new history: routers may have marked the restored database
-    # before they noticed the loss.
+    # The newest mark that the shard still has from its history before the restore, or None. Marks that are newer than
+    # `confirmed` do not count: routers may have written them on the restored database before they noticed the loss.
     newest: int | None
     newest_at: Micros | None
-    # How many slots have moved to the shard since the point of recovery, and how many have moved away. The epochs that
-    # the shard knows show this. The jobs of the slots that have moved to the shard are lost.
+    # How many slots have moved to the shard, and how many away from it, since the point of recovery. These numbers come
+    # from the epochs that the shard knows. The jobs of the slots that have moved to the shard are lost.
     slots_come: int
     slots_left: int
 
@@ -80,8 +79,8 @@ class Recovery:
     """What a run of `recover` did, and what it did not do."""
 
     orgs: list[Brought] = field(default_factory=list["Brought"])
-    # Jobs of orgs that are moving now, jobs with a valid lease, and jobs whose ids are too old to tell whether they
-    # have run.
+    # Jobs that were not moved: jobs of orgs that are moving now, jobs with a valid lease, and jobs whose ids are so old
+    # that nobody can tell whether the jobs have run.
     moving: int = 0
     leased: int = 0
     older: int = 0
@@ -115,7 +114,7 @@ async def find_loss(shard: Database, catalog_database: Database, *, cluster: str
 
 
 async def slots_behind(shard: Database, known: Catalog) -> dict[Slot, move_steps.SlotState | None]:
-    """Returns the slots that have moved from or to this shard since the point of recovery, also if they came back. With
+    """Returns the slots that have moved from or to this shard since the point of recovery, even if they came back. With
     each slot, returns what the shard knows about it, or None if the shard knows nothing. Leaves out slots that the
     shard never had and does not have now."""
     states = await move_steps.read_slots(shard, [Slot(slot) for slot in range(len(known.slots))])
@@ -141,7 +140,7 @@ async def check_databases(
 ) -> dict[ShardName, list[Finding]]:
     """Returns the findings of `windrow doctor` about databases that routers refuse, about shards that lost history,
     about a catalog that lost history, and about slots on shards that are not `named` in the cluster file. `catalog_at`:
-    the name by which the findings call the catalog's database. Raises ShardError if the catalog cannot be read."""
+    the name that the findings use for the catalog's database. Raises ShardError if the catalog cannot be read."""
     try:
         known = (
             await catalog.look(catalog_database)
@@ -199,8 +198,8 @@ async def accept(
 ) -> list[str]:
     """Lets the shard serve again without what it lost. To do so, tells the shard which slots have left it and which
     have come to it, skips the runs of schedules that it may have stored before, and begins a new history. With
-    `runs_again`, it stores these runs instead, as after an outage. Returns what was done about moves and schedules, in
-    one sentence for each. Raises ShardUnavailable, Misconfigured; it may then be called again."""
+    `runs_again`, these runs are stored instead, as after an outage. Returns sentences that say what was done with
+    moves, jobs and schedules. Raises ShardUnavailable, Misconfigured; it may then be called again."""
     shard = shards[loss.shard]
     await schema.migrate(shard, cluster=cluster)
     confirmed = await marks.confirmed(catalog_database, loss.shard)
@@ -214,8 +213,8 @@ async def accept(
     known = await catalog.read(catalog_database)
     org_pins = await pins.read_on(catalog_database, loss.shard)
     await _retry_until_done(shard, lambda: pins.adopt(shard, org_pins))
-    # Delete the jobs that had left with their slots and that the backup has again, before `grant_slots` tells the shard
-    # which slots it owns.
+    # The backup has brought back jobs that had left the shard with their slots. Delete these jobs before `grant_slots`
+    # tells the shard which slots it owns.
     deleted = await _delete_copies(loss.shard, shards, catalog_database, known, cluster=cluster)
     messages = [
         await _repair_move(move, loss.shard, shards, catalog_database)
@@ -244,7 +243,7 @@ async def accept(
 async def _delete_copies(
     lost: ShardName, shards: Mapping[ShardName, Database], catalog_database: Database, known: Catalog, *, cluster: str
 ) -> int:
-    """Deletes jobs that left the shard with their slot and that the backup has again.
+    """Deletes jobs that left the shard with their slot and that the backup has brought back.
 
     A slot may have left the shard since the backup and have come back, or be on its way back. The backup then holds
     jobs that left with the slot, and the shard would lease them again. Jobs that another shard knows are deleted; jobs
@@ -274,8 +273,8 @@ async def _delete_copies(
 async def known_elsewhere(
     lost: ShardName, databases: ExaminedDatabases, known: Catalog, org: OrgId, ids: Sequence[JobId]
 ) -> dict[JobId, ShardName]:
-    """Returns the jobs that another shard knows, each with that shard: a shard where the org's jobs are read now, or a
-    former owner on which the job has finished."""
+    """Returns the jobs that another shard knows, each with the name of that shard. The other shard is one where the
+    org's jobs are read now, or a former owner on which the job has finished."""
     placement = known.placement(org)
     found: dict[JobId, ShardName] = {}
     for name in dict.fromkeys((*placement.reads, *(former.shard for former in placement.former))):
@@ -319,9 +318,9 @@ async def recover(
     older: bool = False,
     report: Callable[[int], None] = lambda _: None,
 ) -> Recovery:
-    """Moves the stray jobs of a shard to where their orgs live. If a job is known there, or on a former owner, it is
-    not moved, but deleted on the shard where it is stray. With `older`, also handles jobs whose ids were made more than
-    7 days ago; other shards may have forgotten that such a job has run. `report` is called with the number of jobs
+    """Moves the stray jobs of a shard to where their orgs live. If the shard where the org lives, or a former owner,
+    knows a job already, the stray copy is deleted instead. With `older`, also handles jobs whose ids were made more
+    than 7 days ago; other shards may have forgotten that such a job has run. `report` is called with the number of jobs
     handled so far. Raises ShardUnavailable, Misconfigured; it may then be called again."""
     databases = ExaminedDatabases(shards, catalog_database, cluster=cluster)
     shard = await databases.at(name)
@@ -362,8 +361,8 @@ async def recover(
 
 
 class ExaminedDatabases:
-    """The databases of the shards. Each is examined before its first use, so a shard that is not needed may be
-    unreachable."""
+    """The databases of the shards. Each database is examined only before its first use, so a shard that is not needed
+    may be unreachable."""
 
     def __init__(self, shards: Mapping[ShardName, Database], catalog_database: Database, *, cluster: str) -> None:
         self.catalog = catalog_database
@@ -413,8 +412,8 @@ async def _recover_org(
             raise ShardUnavailable(home.name, f"stray jobs of org {org!r} kept changing on that shard; try again")
     except NotTaken:
         return None
-    # The stray copies are deleted next. Before that, mark the shard where the org lives: then it is noticed if that
-    # shard loses what it just stored.
+    # Before the stray copies are deleted, mark the shard where the org lives. The mark will show if that shard loses
+    # the jobs that it has just stored.
     await marks.mark(home, databases.catalog)
     if brought:
         imported = [ExportedJobs(slot=slot, chunk=0, org=part.org, queue=part.queue, jobs="") for part in parts]
@@ -423,7 +422,8 @@ async def _recover_org(
 
 
 async def _known_as_ended(former: Database, org: OrgId, ids: Sequence[JobId]) -> set[JobId]:
-    """Returns the jobs that a former owner knows, except jobs that are live or dead there: these are stray as well."""
+    """Returns the jobs that a former owner knows. Leaves out jobs that are live or dead there, because they are stray
+    as well."""
     found = await strays.known(former, org, ids)
     if not found:
         return found

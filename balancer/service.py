@@ -27,9 +27,9 @@ class AnotherLeads(Exception):
 
 
 async def balance(file: WatchedFile, cluster: Cluster, *, stop: asyncio.Event) -> None:
-    """Makes the cluster as its file wants it, whenever this process leads, until `stop` is set. After that, continues
-    the moves that must not be left half done, until they are at a safe point. `cluster` is the present content of the
-    file; changes of the file are applied when they are noticed."""
+    """Whenever this process leads, moves slots to where the cluster file wants them, until `stop` is set. Then
+    continues the moves that must not be left half done, until they are at a safe point. `cluster` is the present
+    content of the file. Changes of the file are applied as soon as they are noticed."""
     while not stop.is_set():
         ending = asyncio.Event()
         balancing = asyncio.create_task(_Balancer(cluster, ending).run())
@@ -84,8 +84,8 @@ class _Balancer:
 
     async def lead(self, session: LeaderSession, *, once: bool) -> Mapping[Move, str]:
         """Leads until `ending` is set or, with `once`, until nothing is left to do. Returns what `balance_once`
-        returns. Raises ShardUnavailable as soon as another process may lead; everything that this process does is then
-        cancelled."""
+        returns. As soon as another process may lead, cancels everything that this process does, and raises
+        ShardUnavailable."""
         async with open_shards(self._cluster) as shards:
             _log.info("leads, with cluster file %s", self._cluster.digest)
             controller = Controller(self._cluster, shards, pace=pace_of(self._cluster), once=once)

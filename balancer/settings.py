@@ -11,8 +11,8 @@ from shard.placement.cluster_file import Cluster, ClusterFileError, known_keys
 
 
 def pace_of(cluster: Cluster) -> Pace:
-    """Returns how fast jobs may leave a shard: at the table's rate, without rests. If the table sets no rate, returns
-    the default pace. Raises ClusterFileError."""
+    """Returns the pace of moves: the rate that the table sets, without rests, or the default pace if the table sets no
+    rate. Raises ClusterFileError."""
     table = cluster.tables.get("balancer", {})
     where = f"{cluster.source}: [balancer]"
     known_keys(table, {"jobs_per_second"}, where=where)

@@ -33,12 +33,12 @@ class Shards:
         self.databases = databases
         self._cluster = cluster
         self._admitted: set[ShardName] = set()
-        # Why shards cannot be used, as logged last.
+        # Why a shard cannot be used, as it was logged last.
         self._troubles: dict[ShardName, str] = {}
 
     async def read_catalog(self, known: Catalog | None = None) -> Catalog:
-        """Reads what the catalog has that is newer than `known`. If nothing is newer, returns `known` itself. Raises
-        ShardUnavailable, Misconfigured."""
+        """Reads what has changed in the catalog since `known` was read, and returns the new copy. If nothing has
+        changed, returns `known` itself. Raises ShardUnavailable, Misconfigured."""
         names = [entry.name for entry in self._cluster.shards]
         return await catalog.find(self.catalog, cluster=self._cluster.name, shards=names, known=known)
 
@@ -53,8 +53,8 @@ class Shards:
         return plan_pins(known, await pins.read(self.catalog), self._cluster.shards)
 
     async def troubles(self) -> dict[ShardName, ShardError]:
-        """Checks every database, without changing it, and returns what is wrong with each. A ShardUnavailable may pass
-        by itself."""
+        """Checks every shard's database without changing it. Returns the error of each database that has one. A
+        ShardUnavailable may be temporary."""
         found: dict[ShardName, ShardError] = {}
         shard_at: dict[object, ShardName] = {}
         for name, location in zip(
