@@ -1,2 +1,3 @@
-"""Keeps the tables of live and finished jobs small. Each pass makes past days of finished jobs cold. It deletes the
-cold days and dedup keys whose time is over, and cancels the jobs past their expires_at and the old dead jobs."""
+"""Keeps the tables of live and finished jobs small. Each pass makes past days of finished jobs cold, deletes cold days
+whose retention is over and dedup keys whose window is over, and cancels old dead jobs and jobs whose `expires_at` has
+passed."""

@@ -1,4 +1,4 @@
-"""Why a day could not be exported, or an exported day could not be read.
+"""Errors that say why a day could not be exported, or why an exported day could not be read.
 
 ExportFailed
 ├── FilesFailed      a read or write in the directory or bucket failed; try again later
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 
 class ExportFailed(Exception):
-    """Root of the tree. The message names the file."""
+    """Root of the tree. The message of each error names the file."""
 
 
 class FilesFailed(ExportFailed): ...

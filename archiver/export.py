@@ -1,9 +1,9 @@
-"""Exports cold days before they are dropped, and checks, changes and erases what was exported
+"""Exports cold days before they are dropped. Checks exported files, and erases orgs from them
 (docs/decisions/0025-cold-days-are-exported.md).
 
-A day is exported in steps that are each done completely or not at all. A file with a new name is written, read back,
-and compared with the table row by row. Then the day's manifest is replaced by one that names this file. Files that no
-manifest names are not part of the export.
+A day is exported in two steps, and each step is done completely or not at all. First, a file with a new name is
+written, read back, and compared with the table row by row. Then the day's manifest is replaced by one that names this
+file. Files that no manifest names are not part of the export.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shard.history.export_reader import ColdJob, OrgDay
 from shard.postgres.pool import Database
 from shard.vocabulary import OrgId, ShardName
 
-# Jobs in one batch of a merge.
+# How many jobs one batch has when the jobs of a file and of the table are merged.
 _MERGED_ROWS = 5_000
 
 Source = Callable[[], AsyncIterator[Batch]]
@@ -44,7 +44,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """A day whose export has the same rows as the table."""
+    """A day whose export has at least the rows of the table."""
 
     partition: str
     file: str
@@ -65,27 +65,27 @@ class Checked(NamedTuple):
     file: str
     # None: the manifest cannot be read.
     manifest: Manifest | None
-    # Empty: nothing is wrong.
+    # Empty if nothing is wrong.
     trouble: str
 
 
 class Erased(NamedTuple):
-    """How many rows an org had in the exported file `file`. This file was deleted, and a new file has the jobs of the
-    other orgs."""
+    """How many rows an org had in the exported file `file`. This file was deleted. If it also had jobs of other orgs,
+    these were copied to a new file."""
 
     file: str
     rows: int
 
 
 async def open_files(location: ExportLocation, *, make: bool) -> Files:
-    """Opens a location for writing. With `make`, the directory is created if it does not exist. Raises ExportFailed."""
+    """Opens a location for writing. With `make`, its directory is created if it does not exist. Raises ExportFailed."""
     return await asyncio.to_thread(Files, location, make=make)
 
 
 async def export_day(
     files: Files, database: Database, day: Day, *, cluster: str, lead: Lead, stop: asyncio.Event
 ) -> Exported:
-    """Makes sure that a cold day is exported, and that its file was read back after this call began. `lead` raises
+    """Makes sure that a cold day is exported, and that the exported file was read back during this call. `lead` raises
     ShardUnavailable if another archiver may lead. Raises ExportFailed, Stopped, ShardUnavailable."""
     began_s = time.monotonic()
     try:
@@ -106,8 +106,8 @@ async def _exported(
     files: Files, database: Database, day: Day, *, cluster: str, lead: Lead, stop: asyncio.Event
 ) -> tuple[Manifest, bool]:
     folder = parquet.folder_of(database.name, day.retention, day.first)
-    # Files of earlier exports. A file that appears later was written by another archiver, so this export never deletes
-    # it.
+    # The files of earlier exports. This export deletes no other files: a file that appears later was written by another
+    # archiver.
     earlier = await asyncio.to_thread(_data_files, files, folder)
     orgs = await export_reader.count(database, day)
     counts = {org.org: org.jobs for org in orgs}
@@ -136,9 +136,10 @@ async def _exported(
                 await asyncio.to_thread(_delete, files, earlier - {existing.path})
                 return existing, False
         else:
-            # The file and the table have different rows. If the clock went back, jobs may have been added to a day
-            # after the day was exported or dropped. Or an org was erased from the table and not yet from the file.
-            # Exported jobs must stay exported, so merge the rows of the file and of the table.
+            # The file and the table have different rows. There are two possible causes. If the clock was set back, jobs
+            # may have been added to a day that was already exported or dropped. Or an org was erased from the table,
+            # but not yet from the file. Exported jobs must stay exported, so merge the rows of the file with the rows
+            # of the table.
             try:
                 await asyncio.to_thread(parquet.check, files, existing)
             except Damaged as error:
@@ -165,7 +166,7 @@ async def _exported(
         raise ExportFailed(f"{day.name} changed while it was exported; the next pass exports it again")
     try:
         # Writing the file may have taken hours. If another archiver leads now, it may have exported and dropped the
-        # day. The manifest of that archiver must stay, because that manifest names the only copy of the day's jobs.
+        # day. Then its manifest must stay, because this manifest names the only copy of the day's jobs.
         await lead()
     except ShardUnavailable:
         await asyncio.to_thread(files.delete, path)
@@ -188,7 +189,7 @@ async def still_there(files: Files, exported: Exported, day: Day, shard: ShardNa
 
 
 def check_all(files: Files, *, shard: ShardName | None = None) -> Iterator[Checked]:
-    """Reads all exported files (of one shard, or of all) and yields the result for each, also for files that no
+    """Reads all exported files (of one shard, or of all) and yields a result for each file, even for files that no
     manifest names. Raises FilesFailed if the location does not answer."""
     for folder, found in _folders(files, shard).items():
         manifest: Manifest | None = None
@@ -209,10 +210,10 @@ def check_all(files: Files, *, shard: ShardName | None = None) -> Iterator[Check
 
 
 async def erase_org(files: Files, shard: ShardName, org: OrgId) -> list[Erased]:
-    """Looks at all exported files of a shard. Replaces each file that has jobs of the org by a new file without these
-    jobs. Returns an Erased for each replaced file. Call this function after the org's rows are deleted, and hold the
-    archiver's leader lock on the shard meanwhile (shard/postgres/leader_lock.py). After a crash, call it again. Files
-    that cannot be read stay, and are named in the error. Raises ExportFailed."""
+    """Replaces each exported file of a shard that has jobs of the org by a new file without these jobs. Returns an
+    Erased for each replaced file. The caller must have deleted the org's rows from the tables before, and must hold the
+    archiver's leader lock on the shard (shard/postgres/leader_lock.py). After a crash, call this function again. A file
+    that cannot be read stays, and the error names it. Raises ExportFailed."""
     erased: list[Erased] = []
     damaged: list[str] = []
     for folder, found in (await asyncio.to_thread(_folders, files, shard)).items():
@@ -242,8 +243,8 @@ async def _erase(files: Files, folder: str, found: list[FileInfo], org: OrgId) -
             await asyncio.to_thread(files.delete, manifest.path)
             return erased
     await asyncio.to_thread(files.tidy, folder)
-    # An interrupted erasure or export may have left other files. If the day has a manifest, delete all of them. If not,
-    # delete those that have jobs of the org.
+    # An interrupted erasure or export may have left other files. If the day has a manifest, delete all these files. If
+    # not, delete only those that have jobs of the org.
     for other in found:
         if not other.path.endswith(".parquet") or (manifest is not None and other.path == manifest.path):
             continue
@@ -290,7 +291,8 @@ async def _write(files: Files, path: str, source: Source) -> Written:
 
 
 async def _compare(files: Files, path: str, source: Source) -> None:
-    """Compares a file with the source row by row; their batches may have different sizes. Raises Damaged."""
+    """Compares a file with the source row by row. The batches of the file and of the source may have different sizes.
+    Raises Damaged."""
     at, theirs = 0, _stored(files, path)
     held: Batch = None
     async for batch in source():
@@ -329,7 +331,7 @@ async def _stored(files: Files, path: str) -> AsyncGenerator[Batch]:
 
 
 async def _merged(ours: AsyncIterator[Batch], files: Files, existing: Manifest) -> AsyncGenerator[Batch]:
-    """Yields the table's jobs, and the jobs that only the file has, in order."""
+    """Yields the table's jobs, and the jobs that only the file has, ordered by org and id."""
     theirs = _jobs(_stored(files, existing.path))
     held = await anext(theirs, None)
     out: list[ColdJob] = []
@@ -370,7 +372,7 @@ def _manifest(files: Files, folder: str) -> Manifest | None:
 
 
 def _repair(files: Files, folder: str) -> str:
-    """Returns what an operator can do about a damaged export whose day the table has."""
+    """Returns a text that says what an operator can do about a damaged export while the table still has the day."""
     return (
         "it may have jobs that the table does not have: restore it from a copy; if there is none, move "
         f"{files.name(folder)} out of the exports, and the next pass exports what the table has"
@@ -378,7 +380,7 @@ def _repair(files: Files, folder: str) -> str:
 
 
 def _folders(files: Files, shard: ShardName | None) -> dict[str, list[FileInfo]]:
-    """Returns the files of each day's folder."""
+    """Returns the files of each folder that belongs to a day."""
     folders: dict[str, list[FileInfo]] = {}
     for found in files.list("" if shard is None else parquet.shard_folder(shard)):
         if parquet.day_of(found.path) is not None:
@@ -387,7 +389,7 @@ def _folders(files: Files, shard: ShardName | None) -> dict[str, list[FileInfo]]
 
 
 def shards_in(files: Files) -> set[ShardName]:
-    """Returns the shards that have exports, also shards that are no longer in the cluster. Raises ExportFailed."""
+    """Returns the shards that have exports, including shards that are no longer in the cluster. Raises ExportFailed."""
     return {parquet.shard_of(folder) for folder in _folders(files, None)}
 
 

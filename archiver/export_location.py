@@ -1,6 +1,6 @@
 """Where exported days are stored: a directory on this machine, or a bucket of an S3-compatible store. Pure:
-archiver/object_store.py does the I/O. A location has no secrets, because credentials come from the environment. So the
-cluster file may be shown."""
+archiver/object_store.py does the I/O. A location contains no secrets, because credentials come from the environment. So
+the cluster file may be shown to anybody."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ExportLocation:
 
     @classmethod
     def parse(cls, text: str) -> ExportLocation:
-        """Parses an absolute path, file:///path or s3://bucket/prefix. Raises ValueError; its message says what is
-        wrong."""
+        """Parses an absolute path, file:///path or s3://bucket/prefix. Raises ValueError with a message that says what
+        is wrong."""
         scheme, separator, rest = text.partition("://")
         if "@" in rest.partition("/")[0] or any(sign in rest for sign in "?#"):
             # Do not show the text: it may hold a secret.

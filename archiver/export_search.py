@@ -1,6 +1,6 @@
-"""Searches exported jobs. This is much slower than a search of the tables. There is no index. Each file that may have
-a match is read from the place where it is stored. The search skips a file or a row group if the folder name, the
-manifest or the statistics show that it has no match."""
+"""Searches exported jobs. This is much slower than a search of the tables. There is no index, so each file that may
+have matching jobs is read from the export location. A file or a row group is skipped if the folder name, the manifest
+or the Parquet statistics show that it has no matching jobs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from archiver.parquet import LARGE, MANIFEST, SCHEMA, Manifest, Reader
 from shard.job_id import made_at_ms
 from shard.vocabulary import JobId, OrgId, ShardName
 
-# An id is made before its job finishes. But the time in the id comes from another clock, which may be ahead by this
-# much. Enqueues allow the same difference.
+# An id is made before its job finishes. But the time in the id comes from another clock, which may be ahead by up to
+# this time. Enqueues allow the same difference.
 _CLOCKS = timedelta(hours=2)
 # The start of the year 9999.
 _LATEST_MS = int(datetime(9999, 1, 1, tzinfo=UTC).timestamp() * 1000)
@@ -25,7 +25,7 @@ _LATEST_MS = int(datetime(9999, 1, 1, tzinfo=UTC).timestamp() * 1000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportFilter:
-    """Which jobs of one org to find. An empty field matches all."""
+    """Which jobs of one org to find. An empty field matches all jobs."""
 
     org: OrgId
     shard: ShardName | None = None
@@ -33,14 +33,14 @@ class ExportFilter:
     kind: str = ""
     states: Collection[str] = ()
     ids: Collection[JobId] = ()
-    # The jobs finished at `since` or later, and before `until`.
+    # Find only jobs that finished at `since` or later, and before `until`.
     since: datetime | None = None
     until: datetime | None = None
     payloads: bool = False
 
     @property
     def earliest(self) -> datetime | None:
-        """No matching job can have finished before this time. None: no such time is known."""
+        """The time before which no matching job can have finished, or None if it is not known."""
         made_ms = [made_at_ms(name) for name in self.ids]
         # An id can hold a later time than a datetime can.
         made = [datetime.fromtimestamp(min(min(made_ms), _LATEST_MS) / 1000, UTC) - _CLOCKS] if made_ms else []
@@ -58,8 +58,8 @@ class ExportFilter:
 
 
 def find(files: Files, wanted: ExportFilter) -> Iterator[dict[str, Any]]:
-    """Yields the matching jobs with SCHEMA's columns and `shard`, `retention` and `day`: the latest day first, and
-    within a file the greatest id first. Raises ExportFailed."""
+    """Yields the matching jobs with the columns of SCHEMA and with `shard`, `retention` and `day`. The latest day comes
+    first, and within a file the greatest id. Raises ExportFailed."""
     columns = [name for name in SCHEMA.names if wanted.payloads or name not in LARGE]
     for folder in _days(files, wanted):
         opened = _open(files, folder, wanted)
@@ -86,7 +86,7 @@ def _open(files: Files, folder: str, wanted: ExportFilter) -> tuple[Manifest, Re
         try:
             return manifest, Reader(files, manifest.path)
         except NoSuchFile as error:
-            # The day may have been exported again since the listing, under a new file name.
+            # Since the files were listed, the day may have been exported again, under a new file name.
             if not tries_left:
                 raise Damaged(str(error)) from error
     raise AssertionError("unreachable")

@@ -1,4 +1,5 @@
-"""Metrics of passes, by OpenTelemetry's SDK, sent by OTLP. Imported only if metrics are wanted."""
+"""Records metrics of passes with OpenTelemetry's SDK, and sends them by OTLP. This module is imported only if metrics
+are wanted."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _CLOSE_MS_MAX = 3000
 
 
 class Metrics:
-    """Counts passes. Sends the metrics every minute, or as OTEL_METRIC_EXPORT_INTERVAL says, and on `close`."""
+    """Counts passes. Sends the metrics on `close`, and before that every minute or at the interval that
+    OTEL_METRIC_EXPORT_INTERVAL sets."""
 
     def __init__(self) -> None:
         service = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "windrow-archiver")}

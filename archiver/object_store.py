@@ -1,4 +1,4 @@
-"""Files in a directory or a bucket, with one interface for both. A file is written completely or not at all, and
+"""One interface for files in a directory and for files in a bucket. A file is written completely or not at all, and
 survives a power failure.
 
 This module knows nothing about jobs. Call the methods that move much data in a thread, because they block while they
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from obstore import WritableFile
     from obstore.store import ObjectStore
 
-# The size of one read or upload part, which is held in memory.
+# How much of a file one read or one upload part holds in memory.
 _CHUNK_BYTES = 8 * 1024 * 1024
 # Fail soon, because long retries would delay the other days. The next pass tries the failed day again.
 _RETRIES, _RETRY_S_MAX = 3, 15
@@ -83,7 +83,7 @@ class Files:
                 pass
 
     def name(self, path: str) -> str:
-        """Returns the full path or URL of a file, as people and DuckDB write it."""
+        """Returns the full path or URL of a file, in the form that people and DuckDB use."""
         return f"{self.location}/{path}"
 
     def size(self, path: str) -> int:
@@ -115,7 +115,7 @@ class Files:
             self._flush_with_folders(path)
 
     def writing(self, path: str) -> Sink:
-        """Opens a new file, which appears when it is committed."""
+        """Opens a new file. The file appears only when it is committed."""
         with self.failures(path):
             return Sink(self, path, obstore.open_writer(self._store, path, buffer_size=_CHUNK_BYTES, max_concurrency=2))
 
@@ -143,16 +143,16 @@ class Files:
         return iter(sorted(found, key=lambda file: file.path))
 
     def tidy(self, folder: str) -> None:
-        """Removes half-written files that a killed process has left in a directory. Does nothing for a bucket, which
-        can be configured to end abandoned uploads itself."""
+        """In a directory, removes half-written files that a killed process has left. Does nothing for a bucket: a
+        bucket can be configured to end abandoned uploads by itself."""
         if self._folder is not None:
             with self.failures(folder):
                 for unfinished in (self._folder / folder).glob("*#[0-9]*"):
                     unfinished.unlink(missing_ok=True)
 
     def _flush_with_folders(self, path: str) -> None:
-        """Flushes the file and its parent folders to disk. The file must survive a power failure, because its rows are
-        dropped from the database."""
+        """Flushes the file and its parent folders to disk. The file must survive a power failure, because the database
+        then drops the rows that the file contains."""
         if self._folder is None:
             return
         target = self._folder / path
@@ -182,8 +182,8 @@ class Files:
 
 
 class Sink(io.RawIOBase):
-    """A file that is being written, with its size and SHA-256 so far. If the write is given up or abandoned, the file
-    never appears."""
+    """A file that is being written. `bytes` and `sha256` describe what has been written so far. Without `commit`, the
+    file never appears."""
 
     def __init__(self, files: Files, path: str, writer: WritableFile) -> None:
         super().__init__()
@@ -223,7 +223,8 @@ class Sink(io.RawIOBase):
 
 
 class Source(io.RawIOBase):
-    """A seekable file. Each read also fetches the bytes that follow, because they are usually read next."""
+    """A seekable file. Each request to the store also fetches the bytes that follow, because they are usually read
+    next."""
 
     def __init__(self, files: Files, path: str) -> None:
         super().__init__()

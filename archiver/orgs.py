@@ -1,5 +1,5 @@
-"""Changes one org's history on all shards of a cluster: copies a changed policy to the shards, applies retentions to
-jobs that have already finished, and erases the org."""
+"""Changes how the shards of a cluster keep the history of one org: copies a changed policy to all shards, applies
+retentions to jobs that have already finished, and erases the org."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from archiver.export import Erased
     from archiver.object_store import Files
 
-# How long to wait for an archiver's pass over the shard to end. A pass ends within a minute or two.
+# How long to wait until an archiver's pass over the shard has ended. A pass usually takes less than two minutes.
 _LEAD_S_MAX = 300.0
 _LEAD_PAUSE_S = 0.5
 _BEGIN_TRIES = 20
@@ -43,16 +43,16 @@ class Changed(NamedTuple):
     """A changed policy."""
 
     policy: Policy
-    # The shards that do not have the change yet, with the reason. A shard gets the change before an archiver does
-    # anything on it.
+    # The shards that do not have the change yet, and why. Before an archiver works on such a shard, it copies the
+    # change there.
     behind: Mapping[ShardName, ShardError]
-    # Whether any shard has queues of the org, as far as is known. An org without queues may be a mistyped name.
+    # False if all shards were asked and none has a queue of the org: perhaps its name is mistyped.
     may_have_queues: bool
 
 
 async def keep(cluster: Cluster, org: OrgId, *, days: int | None) -> Changed:
     """Sets the retention of an org's finished jobs. If `days` is None, the default applies again. Returns what `change`
-    returns. Raises TooManyRetentions, and changes nothing, if a shard has no room for another retention."""
+    returns. If a shard has no room for another retention, changes nothing and raises TooManyRetentions."""
 
     async def admit(entry: ShardEntry, retention: int) -> None:
         # Ignore a shard that is away: it gets the policy later, and may then have one retention more than allowed.
@@ -66,7 +66,8 @@ async def keep(cluster: Cluster, org: OrgId, *, days: int | None) -> Changed:
 
 
 async def change(cluster: Cluster, decide: Callable[[Database], Awaitable[Policy]]) -> Changed:
-    """Changes an org's policy: `decide` changes it in the catalog. Raises ShardError if nothing was changed."""
+    """Changes an org's policy. `decide` makes the change in the catalog; this function copies it to the shards. Raises
+    ShardError if nothing was changed."""
     with_queues: list[ShardName] = []
     async with opened(CATALOG, cluster.catalog_dsn) as catalog:
         await catalogs.find(catalog, cluster=cluster.name, shards=[entry.name for entry in cluster.shards])
@@ -84,7 +85,7 @@ async def change(cluster: Cluster, decide: Callable[[Database], Awaitable[Policy
             return None
 
         # If the catalog was restored from a backup, the shards have newer policies than the catalog. This call copies
-        # the newer policies back to the catalog. Then `decide` makes a version that is newer than them.
+        # the newer policies back to the catalog. Then the version that `decide` makes is newer than all of these.
         await asyncio.gather(*map(copy, cluster.shards))
         policy = await decide(catalog)
         errors = await asyncio.gather(*(copy(entry, policy.org) for entry in cluster.shards))
@@ -100,8 +101,8 @@ async def read(cluster: Cluster) -> list[Policy]:
 
 
 async def apply_to_past(cluster: Cluster, org: OrgId, *, say: Callable[[str], None]) -> int:
-    """Applies the present retention of each of the org's queues to its finished jobs. Returns how many jobs had another
-    retention before. `say` is called with a text for each shard. Raises AnotherArchives, ShardError; if it is
+    """For each queue of the org, applies the queue's present retention to its finished jobs. Returns how many jobs had
+    another retention before. `say` is called with a text for each shard. Raises AnotherArchives, ShardError; if it is
     interrupted, call it again.
     """
     jobs = 0
@@ -121,33 +122,35 @@ class Receipt:
     """What was erased of an org."""
 
     org: OrgId
-    # For each shard: the erasure that this run was asked for, and all erasures that had not ended on some shard when
-    # this run began.
+    # For each shard: the erasure of this org, and every other erasure that had not ended on all shards when this run
+    # began.
     shards: Mapping[ShardName, list[Erasure]]
-    # Export files that were deleted. Jobs of other orgs in them were copied to new files.
+    # Export files that were deleted. Their jobs of other orgs were copied to new files.
     files: list[Erased]
 
 
 async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None], erasure_id: str | None = None) -> Receipt:
-    """Erases everything that the cluster's databases store about an org, and what the archiver has exported of it.
-    Ends interrupted erasures too, but leaves the exports of their orgs, whose names no shard knows any more. `say` is
-    called with texts about the progress. Raises LegallyHeld, OrgMoves, AnotherArchives, ShardError, ExportFailed; if it
-    is interrupted, call it again. `erasure_id`: a UUID; default: a new one. If an earlier call had the same
-    `erasure_id`, the receipt also has what the shards erased in that call."""
+    """Erases everything that the cluster's databases store about an org, and the org's jobs in the archiver's exports.
+    Also ends the interrupted erasures of other orgs, but only in the databases: no shard knows the names of these orgs
+    any more, so their jobs in the exports stay. `say` is called with texts about the progress. Raises LegallyHeld,
+    OrgMoves, AnotherArchives, ShardError, ExportFailed; if it is interrupted, call it again. `erasure_id`: a UUID;
+    default: a new one. If an earlier call had the same `erasure_id`, the receipt also has what the shards erased in
+    that call."""
     erasure_id = erasure_id or str(uuid.uuid4())
     # Open the exports before anything is erased, so that an unreachable location is noticed now, and not at the end.
     exports = await _exports(cluster)
     erasure_ids = {erasure_id}
     files: list[Erased] = []
     async with _every(cluster) as (catalog, shards):
-        # An erasure that is refused must change nothing, so check for a move before the org's settings are deleted.
+        # An erasure that is refused must change nothing. So check that the org is not moving before its settings are
+        # deleted.
         await _home(catalog, org)
-        # Delete the policy first, so that the copies on the shards are made from a catalog without it.
+        # Delete the policy from the catalog first: then it is not copied to the shards again.
         await org_policies.delete(catalog, org)
         await limits.forget_org(catalog, org)
         await weights.set_weight(catalog, org, weights.WEIGHT_DEFAULT)
-        # Copy now, so that the shards have the newest policies. If another process is still copying the earlier
-        # policies, the shards then refuse that copy.
+        # Copy now, so that the shards have the newest version of the policies. Then they refuse an older version that
+        # another process may still be copying.
         for database in shards.values():
             await org_policies.copy(catalog, database)
         if await _begin(catalog, shards, org, erasure_id):
@@ -168,14 +171,14 @@ async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None], era
         if exports is not None:
             for name in await exports.shards() - shards.keys():
                 files += await exports.erase(name, org)
-        # Read all these erasures on every shard, because an interrupted erasure may have ended on some shards before
-        # this run.
+        # Read every erasure on all shards, because an interrupted erasure may have ended on some shards before this
+        # run.
         read = {name: await erasure.read(database, [*erasure_ids]) for name, database in shards.items()}
     return Receipt(org=org, shards=read, files=files)
 
 
 class _Exports:
-    """The archiver's exports. Methods raise ExportFailed."""
+    """Searches and changes the archiver's exports. Methods raise ExportFailed."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -197,17 +200,17 @@ async def _exports(cluster: Cluster) -> _Exports | None:
     if location is None:
         return None
     try:
-        # Import only when needed: the library is large.
+        # Import this only when it is needed, because the library is large.
         from archiver.export import open_files
     except ModuleNotFoundError as error:
         raise NotInstalled(error.name) from error
     # Do not make a directory that does not exist. The exports are probably on another machine, and an empty directory
-    # here would show that the org has no exports.
+    # on this machine would wrongly show that the org has no exports.
     return _Exports(await open_files(location, make=False))
 
 
 async def _home(catalog: Database, org: OrgId) -> ShardName:
-    """Waits a short time until the org lives on one shard only. Returns that shard. Raises OrgMoves."""
+    """Waits until the org lives on one shard only, and returns that shard. After a short time, raises OrgMoves."""
     for tries_left in reversed(range(_BEGIN_TRIES)):
         reads = (await catalogs.read(catalog)).placement(org).reads
         if len(reads) == 1:
@@ -219,13 +222,13 @@ async def _home(catalog: Database, org: OrgId) -> ShardName:
 
 
 async def _begin(catalog: Database, shards: Mapping[ShardName, Database], org: OrgId, erasure_id: str) -> bool:
-    """Begins the erasure on all shards, and repeats that until no shard has the org. Gives up after some tries, because
+    """Begins the erasure on all shards, and repeats this until no shard has the org. Stops after some tries, because
     producers may create a new org of this name again and again. Returns whether any shard had the org. Raises
     OrgMoves."""
     found = False
     for tries_left in reversed(range(_BEGIN_TRIES)):
-        # One shard after another. Begin with the shard where the org lives, because moves take jobs from there: after
-        # the org is gone from this shard, no more of its jobs move to other shards.
+        # Begin with the shard where the org lives, and go through the shards one after another. Once the org is gone
+        # from the shard where it lives, no move takes jobs of the org to other shards.
         home = await _home(catalog, org)
         order = (home, *(name for name in shards if name != home))
         try:
@@ -244,7 +247,7 @@ async def _begin_on(database: Database, org: OrgId, erasure_id: str) -> bool:
         try:
             return await erasure.begin(database, org, erasure=erasure_id)
         except ShardUnavailable:
-            # Probably a running enqueue held a lock.
+            # The cause is probably a running enqueue that held a lock.
             if not tries_left:
                 raise
             await asyncio.sleep(_BEGIN_PAUSE_S)
@@ -271,8 +274,8 @@ async def _every(cluster: Cluster) -> AsyncGenerator[tuple[Database, dict[ShardN
 
 @contextlib.asynccontextmanager
 async def _without_archiver(cluster: Cluster, name: ShardName) -> AsyncGenerator[LeaderSession]:
-    """Keeps archivers away from the shard while the block runs, unless the session is lost. Raises AnotherArchives if a
-    pass does not end in time."""
+    """Prevents archivers from working on the shard while the block runs, unless the session is lost. Raises
+    AnotherArchives if a pass does not end in time."""
     entry = next(entry for entry in cluster.shards if entry.name == name)
     async with leader_session(entry.dsn, cluster.digest, role=ARCHIVER, shard=name) as session:
         give_up_s = asyncio.get_running_loop().time() + _LEAD_S_MAX

@@ -40,7 +40,7 @@ def _column(name: str, of: Any) -> Any:
     """Returns the Parquet column for a field of ColdJob with this type."""
     inner = [one for one in get_args(of) if one is not NoneType]
     (plain,) = inner or [of]
-    # The names of orgs and queues, and ids, are texts.
+    # The types of org names, queue names and ids are `NewType`s of `str`.
     arrow_type = _ARROW_TYPES.get(plain) or _ARROW_TYPES[plain.__supertype__]
     return pa.field(name, pa.int16() if name in _SMALL else arrow_type, nullable=bool(inner))
 
@@ -49,11 +49,11 @@ def _column(name: str, of: Any) -> Any:
 SCHEMA = pa.schema(
     [_column(name, of) for name, of in get_type_hints(ColdJob).items()], metadata={"windrow.format": str(FORMAT)}
 )
-# Every file of this format has at least this many columns, the first ones of SCHEMA. Later releases added the other
-# columns. Columns that a file lacks are read as null.
+# Every file of this format has at least the first _FIRST_COLUMNS columns of SCHEMA. Later releases added the other
+# columns. If a file lacks a column, its values are read as null.
 _FIRST_COLUMNS = 23
 LARGE = ("payload", "result", "checkpoint")
-# A row group ends with the batch that reaches one of these sizes. Readers skip the row groups that have no jobs of the
+# A row group ends with the batch with which it reaches one of these sizes. Readers skip row groups without jobs of the
 # wanted org.
 _GROUP_ROWS, _GROUP_BYTES = 50_000, 32 * 1024 * 1024
 _DICTIONARY_COLUMNS = [
@@ -73,8 +73,8 @@ _STATISTICS_COLUMNS = ["org", "queue", "id", "kind", "state", "enqueued_at", "fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a day's file contains. It is written after the file has been read back. A file that no manifest names is not
-    part of an export."""
+    """What a day's file contains. The manifest is written after the file has been read back. A file that no manifest
+    names is not part of an export."""
 
     cluster: str
     shard: ShardName
@@ -103,7 +103,7 @@ class Manifest:
 
 
 class Written(NamedTuple):
-    """A file that was written."""
+    """What was written to a file."""
 
     rows: int
     bytes: int
@@ -114,7 +114,8 @@ class Written(NamedTuple):
 
 
 def folder_of(shard: ShardName, retention: int, day: str) -> str:
-    """Returns a day's folder, in Hive's partition naming, which DuckDB, Spark and others read."""
+    """Returns the path of a day's folder. The path names partitions as Hive does; DuckDB, Spark and other programs can
+    read such paths."""
     return f"{shard_folder(shard)}/retention={retention}/day={day}"
 
 
@@ -123,12 +124,12 @@ def shard_folder(shard: ShardName) -> str:
 
 
 def shard_of(folder: str) -> ShardName:
-    """Returns the shard that `folder_of` was given."""
+    """Returns the shard of a path that `folder_of` made."""
     return ShardName(unquote(folder.partition("/")[0].removeprefix("shard=")))
 
 
 def day_of(path: str) -> tuple[ShardName, int, str] | None:
-    """Returns the shard, retention and day (YYYY-MM-DD) of a file, or None if it is not a file of an export."""
+    """Returns the shard, retention and day (YYYY-MM-DD) of a file, or None if the file does not belong to an export."""
     match [part.partition("=") for part in path.split("/")]:
         case [("shard", "=", shard), ("retention", "=", retention), ("day", "=", day), _] if retention.isdigit():
             return ShardName(unquote(shard)), int(retention), day
@@ -158,7 +159,8 @@ def read_manifest(files: Files, folder: str) -> Manifest:
 
 
 def _is_sound(manifest: Manifest, folder: str) -> bool:
-    """May raise AttributeError, TypeError or ValueError if a value has another type than in a Manifest."""
+    """Returns whether a manifest that was read can be right. May raise AttributeError, TypeError or ValueError if a
+    value has the wrong type."""
     numbers = [manifest.rows, manifest.bytes, *manifest.rows_by_org.values()]
     return (
         manifest.folder == folder
@@ -257,7 +259,8 @@ class Writer:
 
 
 class Reader:
-    """Reads one file, a row group at a time. Raises FilesFailed. Raises Damaged if it is not a file of this format."""
+    """Reads one file, one row group at a time. Raises FilesFailed. Raises Damaged if the file does not have this
+    format."""
 
     def __init__(self, files: Files, path: str) -> None:
         self._name = files.name(path)
@@ -282,7 +285,7 @@ class Reader:
         return int(self._parquet.metadata.num_rows)
 
     def batches(self) -> Iterator[Batch]:
-        """Yields all rows in their order. Columns that are newer than the file are null."""
+        """Yields all rows in the order of the file. Columns that the file lacks are null."""
         for group in range(self._parquet.num_row_groups):
             with _damage(self._name):
                 table = self._parquet.read_row_group(group)
@@ -301,8 +304,8 @@ class Reader:
         return found
 
     def jobs_of(self, org: OrgId, group: int, columns: Sequence[str]) -> list[dict[str, Any]]:
-        """Returns some columns (`org` must be among them) of an org's jobs in a row group. Columns that are newer than
-        the file are None."""
+        """Returns the given columns of an org's jobs in a row group. `org` must be one of the columns. Columns that the
+        file lacks are None."""
         with _damage(self._name):
             table = self._parquet.read_row_group(group, columns=list(columns))
             rows: list[dict[str, Any]] = table.filter(pc.equal(table.column("org"), org)).to_pylist()
@@ -311,7 +314,7 @@ class Reader:
 
 @contextlib.contextmanager
 def _damage(name: str) -> Generator[None, None, None]:
-    """Turns what Arrow raises for a broken file into Damaged. Errors of reading the file pass through."""
+    """Turns the exceptions that Arrow raises for a broken file into Damaged. Lets an ExportFailed pass."""
     try:
         yield
     except ExportFailed:

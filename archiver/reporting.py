@@ -1,4 +1,4 @@
-"""Reports each pass: to the log, and to OpenTelemetry if the standard environment variables ask for metrics
+"""Reports each pass to the log, and also to OpenTelemetry if its standard environment variables ask for metrics
 (shard/telemetry.py)."""
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def log(shard: ShardName, outcome: Pass | Exception) -> None:
 
 @contextlib.contextmanager
 def metrics() -> Generator[Listener, None, None]:
-    """Yields a listener for passes. When the block ends, sends the metrics that have not been sent."""
+    """Yields a listener for passes. When the block ends, sends the metrics that have not been sent yet."""
     if not telemetry.is_on("METRICS"):
         yield lambda _shard, _outcome: None
         return
-    # Import only when needed: it takes a fifth of the command's start-up time.
+    # Import this only when it is needed: the import takes a fifth of the command's start-up time.
     from archiver.metrics import Metrics
 
     recorder = Metrics()

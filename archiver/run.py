@@ -1,5 +1,5 @@
-"""One pass over one shard: does everything that is due, in steps that are each done completely or not at all. The next
-pass does what this pass did not do."""
+"""Runs one pass over one shard: does everything that is due, in steps. Each step is done completely or not at all. The
+next pass does what this pass did not do."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from archiver.export import Exported
     from archiver.object_store import Files
 
-# The longest time that a pass spends on small steps of one kind. Later passes do the rest. Steps for whole days have no
-# such limit: a day may take long, but there are few days.
+# The longest time that a pass spends on small steps of one kind. Later passes do the remaining steps. A step for a
+# whole day has no limit of its time: the step may take long, but there are few days.
 _PASS_S_MAX = 60.0
 
 
 class AnotherArchives(Exception):
-    """Another archiver works on the shard. The message says which one."""
+    """Another archiver works on the shard. The message names this archiver."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Pass:
     """What one pass did."""
 
     shard: ShardName
-    # The days that turned cold. Empty days are not among them, because they are just dropped.
+    # The days that turned cold. Empty days are not in this list, because they are just dropped.
     turned_cold: list[Aged] = field(default_factory=list[Aged])
     # The days that this pass exported.
     exported: list[Exported] = field(default_factory=list["Exported"])
@@ -51,12 +51,13 @@ class Pass:
     dead_jobs_cancelled: int = 0
     # How many jobs that a legal hold had kept were dropped after the hold had ended.
     released_jobs_dropped: int = 0
-    # How many erasures that had begun earlier ended in this pass.
+    # How many erasures ended in this pass. They had begun before it.
     erased: int = 0
-    # Tables of days, of held jobs or of old ids that other sessions kept locked, or on which other objects depend, with
-    # the names of these objects and, if they are known, of these sessions. The next pass tries again.
+    # Tables of days, of held jobs or of old ids that could not be changed, because another session held a lock or
+    # because another object depends on the table. Each text names the object, or the session if it is known. The next
+    # pass tries again.
     in_use: list[str] = field(default_factory=list[str])
-    # Days that could not be exported, and why. They are not dropped.
+    # Days that could not be exported, and why. These days are not dropped.
     not_exported: list[str] = field(default_factory=list[str])
     # Erasures that cannot end, and why.
     stuck: list[str] = field(default_factory=list[str])
@@ -107,7 +108,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Exports:
-    """The location of exports, the cluster, and the leader session under which they are made."""
+    """Where exports are written, for which cluster, and the leader session that must hold while they are written."""
 
     location: ExportLocation
     cluster: str
@@ -117,8 +118,8 @@ class _Exports:
 async def pass_over(
     entry: ShardEntry, database: Database, settings: Settings, *, cluster: str, digest: str, stop: asyncio.Event
 ) -> Pass:
-    """Does what is due. Returns when nothing more can be done now. After `stop` is set, returns soon. Raises
-    AnotherArchives, ClocksDiffer, ShardUnavailable."""
+    """Does what is due. Returns when nothing more can be done now, or soon after `stop` is set. Raises AnotherArchives,
+    ClocksDiffer, ShardUnavailable."""
     async with leader_session(entry.dsn, digest, role=ARCHIVER, shard=entry.name) as session:
         if not await session.lead():
             who = await session.leader() or "it has just ended"
@@ -163,7 +164,7 @@ async def _days(summary: Pass, database: Database, exports: _Exports | None, sto
     for over in await days.days_over(database):
         if not stop.is_set():
             await _record_step(summary, summary.turned_cold, days.turn_cold(database, over))
-    # Turning days cold may have taken hours, so check the clock again: it decides which days are dropped now.
+    # Turning days cold may have taken hours, so check the clock again: the clock decides which days are dropped now.
     await clock.check_difference(database)
     for past in await days.days_past(database):
         if not stop.is_set():
@@ -184,8 +185,8 @@ async def _drop(summary: Pass, database: Database, day: Day, exports: _Exports |
 
 
 async def check_export(location: ExportLocation) -> None:
-    """Checks that exports can be written to this location, if it is a directory. If the location is a bucket, sends no
-    request to it, and only checks that the libraries for exports are installed. Raises ExportFailed."""
+    """Checks that the libraries for exports are installed. If the location is a directory, also checks that files can
+    be created in it. Sends no request to a bucket. Raises ExportFailed."""
     files = await _open_files(location)
     await asyncio.to_thread(files.check)
 
@@ -193,7 +194,7 @@ async def check_export(location: ExportLocation) -> None:
 async def _open_files(location: ExportLocation) -> Files:
     """Opens a location for writing. Raises ExportFailed."""
     try:
-        # Import only when needed: the library is large.
+        # Import this only when it is needed, because the library is large.
         from archiver import export
     except ModuleNotFoundError as error:
         raise NotInstalled(error.name) from error
@@ -216,8 +217,8 @@ async def _export(
         return None
     if exported.written and exported.jobs:
         summary.exported.append(exported)
-    # The export may have taken hours. Check that this process still leads: another archiver might be about to export
-    # the day again.
+    # The export may have taken hours. Check that this process still leads: if not, another archiver might be about to
+    # export the day again.
     await exports.session.lead()
     await export.still_there(files, exported, day, database.name)
     return exported.rows_by_org
@@ -230,8 +231,8 @@ async def _record_step(summary: Pass, aged: list[Aged], step: Awaitable[Aged]) -
         summary.in_use.append(str(error))
     else:
         if aged is summary.turned_cold:
-            # Record the lock time only when a day turns cold. A lock on a day that is already cold hardly disturbs
-            # enqueues and acks, because they use cold days only to look for old ids.
+            # Record the lock time only when a day turns cold. A lock on a day that is already cold hardly delays
+            # enqueues and acks, because they read cold days only to look for old ids.
             summary.locked_s_max = max(summary.locked_s_max, partition.locked_s)
         if partition.jobs:
             aged.append(partition)
@@ -245,7 +246,7 @@ class _Repeated(NamedTuple):
 
 
 async def _repeat(summary: Pass, step: Callable[[], Awaitable[int]], stop: asyncio.Event) -> _Repeated:
-    """Repeats a step until it finds nothing more to do, or until the pass has no more time for it."""
+    """Repeats a step until it finds nothing more to do, or until the pass has no more time for this step."""
     count, give_up_s = 0, time.monotonic() + _PASS_S_MAX
     while not stop.is_set():
         step_count = await step()

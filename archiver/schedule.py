@@ -1,4 +1,4 @@
-"""When passes are due: at an interval, or as a cron expression says in a time zone. Pure."""
+"""Computes when passes are due: at an interval, or at the times of a cron expression in a time zone. Pure."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str, *, zone: ZoneInfo) -> Schedule:
-        """Parses an interval such as 90s, 10m, 1h or 1d, or a cron expression of five fields. Raises ValueError; its
-        message says what is wrong."""
+        """Parses an interval such as 90s, 10m, 1h or 1d, or a cron expression of five fields. Raises ValueError with a
+        message that says what is wrong."""
         found = _INTERVAL.fullmatch(text)
         if found is None:
             try:

@@ -1,5 +1,5 @@
-"""The archiver as a process: passes over all shards at the times that the schedule names. archiver/run.py says what a
-pass does."""
+"""Runs the archiver as a process: starts passes over all shards at the times that the schedule names. archiver/run.py
+runs one pass."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ async def archive(
     file: WatchedFile, cluster: Cluster, *, stop: asyncio.Event, listener: Listener = reporting.log
 ) -> None:
     """Runs passes until `stop` is set. `cluster` is the present content of the cluster file. Changes of the file are
-    applied when they are noticed; a file that cannot be used is refused, and the previous file stays in use. `listener`
-    is called after each pass of a shard. A shard whose pass takes long, for example because its exports are slow, does
-    not delay the passes of other shards. If the schedule names a time during its pass, its next pass begins right after
-    it."""
+    applied as soon as they are noticed. If the new content cannot be used, the previous content stays in use.
+    `listener` is called after each pass of a shard. A shard whose pass takes long, for example because its exports are
+    slow, does not delay the passes of other shards. If the schedule names a time while a shard's pass still runs, the
+    shard's next pass begins right after that pass."""
     # This machine's clock decides when to start a pass. The shard's clock decides what that pass must do (I8).
     last = datetime.now(UTC)
     await _check_export(cluster)
@@ -44,14 +44,14 @@ async def archive(
         asyncio.create_task(stop.wait()),
     )
     loop = asyncio.get_running_loop()
-    # The shards whose passes are due, and the passes that are under way. None stands for the deletion of old entries of
-    # the audit log.
+    # The shards whose passes are due, and the passes that are under way. `None` stands for the deletion of old entries
+    # of the audit log.
     due: set[ShardName | None] = set()
     under_way: dict[ShardName | None, asyncio.Task[None]] = {}
     try:
         while not stop.is_set():
             now = datetime.now(UTC)
-            # The machine's clock may have been set back since `last`.
+            # Use the earlier time, because the machine's clock may have been set back since `last`.
             wait_s = (settings_of(cluster).schedule.after(min(last, now)) - now).total_seconds()
             due_s = loop.time() + max(0.0, wait_s)
             await asyncio.wait(
@@ -89,8 +89,8 @@ async def archive(
 
 
 async def _check_export(cluster: Cluster) -> None:
-    """Logs an error if exports cannot be written. Without this check, the error would be noticed only when the first
-    day is to be exported, perhaps weeks later."""
+    """Logs an error if exports cannot be written. Without this check, nobody would notice the error until the first day
+    is exported, perhaps weeks later."""
     location = settings_of(cluster).export
     if location is None:
         return
@@ -101,8 +101,8 @@ async def _check_export(cluster: Cluster) -> None:
 
 
 async def archive_once(cluster: Cluster, *, stop: asyncio.Event) -> Mapping[ShardName, Pass | Exception]:
-    """Runs one pass over each shard that may be changed, all at the same time. Returns the outcome of each: a Pass,
-    AnotherArchives, a ShardError, or an unexpected exception. Raises ClusterFileError."""
+    """Runs one pass over each shard that may be changed, all at the same time. Returns the outcome for each shard: a
+    Pass, AnotherArchives, a ShardError, or an unexpected exception. Raises ClusterFileError."""
     entries = _entries(cluster)
     outcomes = await asyncio.gather(*(_pass_one(cluster, entry, stop) for entry in entries))
     await _forget_audit(cluster, stop)
@@ -122,7 +122,7 @@ async def _pass_one(cluster: Cluster, entry: ShardEntry, stop: asyncio.Event) ->
         async with opened(entry.name, entry.dsn) as database:
             # A pass may take hours, and must not keep a connection to the catalog for that time.
             async with opened(CATALOG, cluster.catalog_dsn) as catalog:
-                # This also creates the partitions of the days ahead.
+                # `admit` also creates the partitions of the days ahead.
                 await identity.admit(database, catalog, cluster=cluster.name)
                 await org_policies.copy(catalog, database)
             return await pass_over(
@@ -136,11 +136,11 @@ async def _pass_one(cluster: Cluster, entry: ShardEntry, stop: asyncio.Event) ->
 
 
 async def _forget_audit(cluster: Cluster, stop: asyncio.Event) -> None:
-    """Deletes old entries of the audit log, in batches. The next pass deletes what is left."""
+    """Deletes old entries of the audit log, in batches. The next call deletes the entries that remain."""
     days = settings_of(cluster).audit_days
     try:
         async with opened(CATALOG, cluster.catalog_dsn) as catalog:
-            # The catalog may be a database of its own, which no pass has migrated.
+            # The catalog may be in a database of its own, which no pass has migrated.
             await schema.migrate(catalog, cluster=None)
             await clock.check_difference(catalog)
             for _ in range(_AUDIT_BATCHES_MAX):
