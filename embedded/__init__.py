@@ -3,7 +3,7 @@
     with open_clusters(["shard-1", "shard-2"]) as clusters:
         print(clusters["shard-1"].dsn)
 
-Not for production: no backups, one machine, and no automatic failover.
+Do not use it in production: it makes no backups, uses one machine, and has no automatic failover.
 """
 
 from embedded.binaries import BIN_VARIABLE, Binaries, find_binaries

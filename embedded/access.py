@@ -1,4 +1,4 @@
-"""Access to a cluster: passwords.json (mode 600), and Windrow's role and database.
+"""Gives access to a cluster: keeps passwords.json (mode 600), and creates Windrow's role and database.
 
 Passwords are never logged, and every connection needs one.
 """
@@ -65,12 +65,13 @@ def complete(superuser_dsn: str, *, password: str) -> None:
         connection.execute(sql.SQL("SET statement_timeout = {}").format(sql.Literal(_COMPLETE_MS_MAX)))
         role = connection.execute("SELECT FROM pg_roles WHERE rolname = %s", [ROLE]).fetchone()
         if role is None:
-            # Hash the password before it is sent, so that no log of the server can contain it.
+            # Hash the password before it is sent, so that no log of the server can contain the password.
             verifier = connection.pgconn.encrypt_password(password.encode(), ROLE.encode(), b"scram-sha-256")
             connection.execute(
                 sql.SQL("CREATE ROLE {} LOGIN PASSWORD {}").format(sql.Identifier(ROLE), sql.Literal(verifier.decode()))
             )
-        # `windrow doctor` needs this: without it, the role does not see for how long other roles hold a snapshot.
+        # `windrow doctor` needs this grant: without it, the role does not see how long other roles have held a
+        # snapshot.
         connection.execute(sql.SQL("GRANT pg_read_all_stats TO {}").format(sql.Identifier(ROLE)))
         database = connection.execute("SELECT FROM pg_database WHERE datname = %s", [DATABASE]).fetchone()
         if database is None:

@@ -1,6 +1,6 @@
-"""The account that the server runs as, and how child processes are started.
+"""Chooses the account that the server runs as, and starts child processes.
 
-Creates no accounts. Does not change the mode of a folder so that an account can enter it.
+This module creates no accounts. It changes no modes of folders to let an account enter them.
 """
 
 import os
@@ -51,7 +51,7 @@ def spawn(
     output: int | IO[bytes] = subprocess.DEVNULL,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Starts a child as `account`, in its own session; stdout and stderr both go to `output`.
+    """Starts a child process as `account`, in a session of its own. Stdout and stderr both go to `output`.
 
     Raises OSError or subprocess.SubprocessError if the command cannot be executed.
     """
@@ -62,7 +62,7 @@ def spawn(
         stdout=output,
         stderr=output,
         cwd="/",  # The current folder may be inaccessible to the account, or deleted soon.
-        env=environment | {"LC_ALL": "C"},  # So that output can be parsed, and initdb detects no other locale.
+        env=environment | {"LC_ALL": "C"},  # Then output can be parsed, and initdb detects no other locale.
         # Ctrl-C in the terminal must reach only this process, which then stops the server cleanly.
         start_new_session=True,
         pass_fds=pass_fds,
@@ -91,5 +91,6 @@ def run(command: Sequence[str | Path], *, account: Account | None, timeout_s: fl
 
 
 def can_enter(folder: Path, account: Account | None) -> bool:
-    """Returns whether the account can traverse `folder`. Tries it, because modes alone are not conclusive."""
+    """Returns whether the account can traverse `folder`. Lets a process try it, because the modes of the folders alone
+    do not show this."""
     return run(["/bin/sh", "-c", 'cd -- "$1"', "sh", folder], account=account)[0]

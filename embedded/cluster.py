@@ -1,20 +1,20 @@
-"""One PostgreSQL server on this machine, with a database for Windrow. Owns its folder and its process.
+"""One PostgreSQL server on this machine, with a database for Windrow. A Cluster owns the server's folder and process.
 
-All state is in the folder: port, passwords and data. Any later process can therefore continue with the cluster.
-The server listens only on 127.0.0.1, requires a password, and never runs as root. A folder has one owner at a
-time. Windows is not supported.
+All state is in the folder: port, passwords and data. So any later process can use the cluster again. The server listens
+only on 127.0.0.1, requires a password, and never runs as root. A folder has at most one owner, a process, at a time.
+Windows is not supported.
 
     <folder>/cluster.json     the port
     <folder>/passwords.json   mode 600, never logged
     <folder>/primary.pass     a standby's password for its primary: mode 600, readable for the server's account
     <folder>/windrow.conf     settings, included by data/postgresql.conf
-    <folder>/server.log       the server's output; server.log.1 is the previous one
+    <folder>/server.log       the server's output; server.log.1 is the previous log
     <folder>/owner.lock       locked by the process that started the server
     <folder>/server.lock      locked by initdb, the server and its children: free once all of them have ended
     <folder>/data/            the server's data; all other files are this package's
 
-If an owner is killed, its server keeps running, and the next start() adopts that server. An ephemeral cluster ends with
-its owner.
+If an owner is killed, its server keeps running, and the next start() adopts that server. An ephemeral cluster is
+removed when its owner ends.
 """
 
 import contextlib
@@ -52,8 +52,9 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _LAUNCHES_MAX = 5
 _KILL_S_MAX = 10.0
 _PROMOTE_S_MAX = 60
-# Names the folder of a stopped cluster. New ephemeral clusters copy its data and passwords instead of running initdb,
-# which takes half a second of CPU: a test run starts dozens of clusters.
+# This variable names the folder of a stopped cluster. New ephemeral clusters copy the data and passwords of that
+# cluster instead of running initdb. This saves half a second of CPU per cluster, and a test run starts dozens of
+# clusters.
 TEMPLATE_VARIABLE = "WINDROW_CLUSTER_TEMPLATE"
 
 StopMode = Literal["fast", "immediate"]
@@ -102,7 +103,7 @@ class Cluster:
             place = default_root() if root is None else root
             folder = place / name
             self._copies = place.absolute().parent / "binaries"
-        # Resolved, because a live server is recognised by the path in its command line.
+        # Resolve the path, because a live server is recognised by the path in its command line.
         self._folder = folder.resolve()
         self._data = self._folder / "data"
         self._port = RememberedPort(name, self._folder)
@@ -135,7 +136,7 @@ class Cluster:
 
     @property
     def pid(self) -> int | None:
-        """The server's process id, even if another process started it; None if it does not run."""
+        """The server's process id, even if another process started the server. None if the server does not run."""
         process = self._process
         if process is not None and process.poll() is None:
             return process.pid
@@ -168,8 +169,8 @@ class Cluster:
         """Starts the server, or adopts a server that a killed owner left running, and waits until it answers.
 
         Does nothing if this object's server already runs. After a crash, start() first waits until the old server's
-        orphaned children have ended. Raises BinariesNotFound, ClusterInUse, PortTaken or StartFailed; everything that
-        this call has started is then stopped.
+        orphaned children have ended. If it fails, stops everything that this call has started, and raises
+        BinariesNotFound, ClusterInUse, PortTaken or StartFailed.
         """
         deadline = time.monotonic() + timeout_s
         with self._mutex:
@@ -195,8 +196,9 @@ class Cluster:
     def stop(self, mode: StopMode = "fast", timeout_s: float = 30) -> None:
         """Stops the server and waits until it has ended; then removes an ephemeral cluster.
 
-        fast: closes connections and writes a checkpoint. immediate: ends at once and recovers at the next start.
-        Does nothing if the server does not run. Raises StopTimedOut. Raises ClusterInUse if another process owns it.
+        fast: closes connections and writes a checkpoint. immediate: ends at once and recovers at the next start. Does
+        nothing if the server does not run. Raises StopTimedOut. Raises ClusterInUse if another process owns the
+        cluster.
         """
         deadline = time.monotonic() + timeout_s
         with self._mutex:
@@ -234,7 +236,8 @@ class Cluster:
             self.stop("immediate")
 
     def kill(self) -> None:
-        """Kills only the postmaster with SIGKILL, as a fault. Waits for its end. The next start() recovers the data."""
+        """Simulates a fault: kills only the postmaster, with SIGKILL, and waits until it has ended. The next start()
+        recovers the data."""
         deadline = time.monotonic() + _KILL_S_MAX
         with self._mutex:
             if self._folder.is_dir():
@@ -251,14 +254,15 @@ class Cluster:
     def promote(self) -> None:
         """Promotes a standby to primary, and waits until it is the primary. Raises StartFailed.
 
-        Stop the old primary first: nothing here prevents two primaries.
+        Stop the old primary first: this method does not prevent that there are two primaries.
         """
         with psycopg.connect(self.superuser_dsn, autocommit=True, connect_timeout=CONNECT_S) as connection:
             if connection.execute("SELECT pg_promote(true, %s)", [_PROMOTE_S_MAX]).fetchone() != (True,):
                 raise self._log.failed(f"the standby was not promoted within {_PROMOTE_S_MAX} s")
 
     def reset(self) -> None:
-        """Deletes all data of this cluster. Raises ClusterInUse if it runs or another process owns it."""
+        """Deletes all data of this cluster. Raises ClusterInUse if the cluster runs or another process owns the
+        cluster."""
         with self._mutex:
             if not self._folder.is_dir():
                 return
@@ -308,8 +312,8 @@ class Cluster:
             binaries = find_binaries(self._wanted_binaries, major=existing, copies=self._copies)
             if existing is None:
                 self._initialize(binaries, deadline, lock)
-            # No process of this cluster lives, so the process id in postmaster.pid is stale. Another program may have
-            # the same id by now.
+            # No process of this cluster lives, so the process id in postmaster.pid is stale. Delete that file, because
+            # another program may have the same id by now.
             (self._data / "postmaster.pid").unlink(missing_ok=True)
             self._log.rotate()
             self._launch_on_a_free_port(binaries, deadline, lock)
@@ -460,7 +464,8 @@ class Cluster:
             return
         if self._ephemeral and not self._folder.exists():
             make_folder(self._folder.parent, account=self._account)
-            # Mode 700 if the server runs as this user; another account must be able to traverse the folder.
+            # Use mode 700 if the server runs as this user. Otherwise, the server's account must be able to traverse the
+            # folder.
             self._folder.mkdir(mode=0o700)
             self._folder.chmod(0o700 if self._account is None else 0o755)
             self._watcher = Watcher(self._folder)

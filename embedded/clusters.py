@@ -1,6 +1,6 @@
-"""Several clusters, started and stopped in parallel. Has no state of its own.
+"""Starts and stops several clusters in parallel. This module has no state of its own.
 
-If one cluster fails to start, all are stopped.
+If one cluster fails to start, all clusters are stopped.
 """
 
 import contextlib
@@ -13,12 +13,12 @@ from typing import Self
 from embedded.cluster import Cluster, StopMode
 from embedded.folders import default_root
 
-# initdb and recovery are bound by CPU and disk; more parallel starts would not be faster.
+# The CPU and the disk limit initdb and recovery, so more parallel starts would not be faster.
 _PARALLEL_MAX = 8
 
 
 class Clusters(Mapping[str, Cluster]):
-    """Clusters by name, in the order given. The arguments are those of Cluster."""
+    """Clusters by name, in the given order. The arguments are those of Cluster."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Clusters(Mapping[str, Cluster]):
             raise
 
     def stop(self, mode: StopMode = "fast", timeout_s: float = 30) -> None:
-        """Stops all clusters. Raises the first error after trying every cluster."""
+        """Stops all clusters. Tries every cluster, and then raises the first error."""
         self._each(lambda cluster: cluster.stop(mode, timeout_s))
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ def cluster_names(root: Path | None = None) -> tuple[str, ...]:
 def reset(root: Path | None = None) -> tuple[str, ...]:
     """Deletes the data of all clusters below `root` and returns their names. Keeps the root folder.
 
-    Raises ClusterInUse, before deleting anything, if one of them runs.
+    Raises ClusterInUse before it deletes anything if one of the clusters runs.
     """
     names = cluster_names(root)
     clusters = [Cluster(name, root=root) for name in names]

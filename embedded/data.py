@@ -1,6 +1,6 @@
 """Makes a data folder: with initdb, or as a copy of a primary or of a stopped server.
 
-Starts no processes itself: the caller runs the commands, with its lock, log and watcher.
+This module starts no processes: the caller runs the commands, with the lock, the log and the watcher of the caller.
 """
 
 import os
@@ -26,7 +26,7 @@ class NewData:
     run: Callable[[list[str | Path]], None]
 
     def make(self, *, password: str) -> None:
-        """Makes a new server's data. `password` is its superuser's."""
+        """Makes a new server's data. `password`: the password of the superuser."""
         self._empty()
         password_file = self.folder.with_name("initdb.password")
         command: list[str | Path] = [
@@ -60,7 +60,8 @@ class NewData:
         self.run(["cp", "-R", f"{data}/.", self.folder])
 
     def follow(self, *, port: int, password: str) -> None:
-        """Copies the data of the primary on `port`, which the new server will follow. `password` is the superuser's."""
+        """Copies the data of the primary on `port`, which the new server will follow. `password`: the password of the
+        superuser."""
         self._empty()
         # Keep this file: the standby needs it to connect for as long as it follows the primary.
         password_file = self.folder.with_name("primary.pass")

@@ -5,7 +5,7 @@ EmbeddedError
 ├── ClusterInUse       another live process owns the cluster: use its DSN, or stop it there
 ├── NotCreated         the cluster has no data yet: start it first
 ├── PortTaken          another program listens on the cluster's port: stop it, or change the port
-├── StartFailed        the server did not come up: the message ends with the end of its log
+├── StartFailed        the server did not start: the message ends with the end of its log
 └── StopTimedOut       the server did not stop in time: stop it with mode="immediate"
 """
 
@@ -31,7 +31,7 @@ class PortTaken(EmbeddedError):
 
 
 class StartFailed(EmbeddedError):
-    """The server did not come up."""
+    """The server did not start."""
 
 
 class StopTimedOut(EmbeddedError):

@@ -1,4 +1,4 @@
-"""The folders of the data on this machine, and how files and folders are made and read there.
+"""Finds and makes the folders for the data on this machine, and reads and writes files in them.
 
 Never changes the mode or the owner of an existing folder.
 """
@@ -49,11 +49,11 @@ def make_folder(path: Path, *, account: Account | None) -> None:
                 folder.mkdir()
             except FileExistsError:
                 continue  # Another cluster that starts now was faster, and sets the mode.
-            # A server with another account must be able to traverse it. Secret files have modes of their own.
+            # A server with another account must be able to traverse the folder. Secret files have modes of their own.
             folder.chmod(0o700 if account is None else 0o755)
     if account is None or can_enter(path, account):
         return
-    # Outermost first, so that the error names the folder to open.
+    # Check the outermost folder first, so that the error names the folder whose mode must change.
     closed = next((folder for folder in (*reversed(path.parents), path) if not can_enter(folder, account)), path)
     raise StartFailed(
         f"the server runs as account {account.name!r}, which cannot enter {closed}: choose a root outside "
@@ -80,7 +80,7 @@ def write_file(path: Path, text: str, *, mode: int) -> None:
     new.unlink(missing_ok=True)
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with open(descriptor, "w", encoding="utf-8") as file:
-        os.fchmod(descriptor, mode)  # The umask reduces the mode given to open().
+        os.fchmod(descriptor, mode)  # The umask may have removed bits of the mode.
         file.write(text)
         file.flush()
         os.fsync(descriptor)
@@ -89,7 +89,7 @@ def write_file(path: Path, text: str, *, mode: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Syncs a folder, which makes created and renamed names in it durable."""
+    """Syncs a folder, so that files that were created or renamed in it survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     # Some file systems cannot sync a folder, and have no alternative.
     with contextlib.suppress(OSError):

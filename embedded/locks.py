@@ -1,4 +1,4 @@
-"""The locks of a cluster's folder: owner.lock and server.lock. The kernel frees them when their holders end."""
+"""Takes the locks of a cluster's folder, owner.lock and server.lock. The kernel frees a lock when its holder ends."""
 
 import contextlib
 import fcntl
@@ -32,7 +32,7 @@ def lock_after_orphans(cluster: str, folder: Path, deadline: float, failure: typ
     """Waits until all processes of an earlier server have ended. Returns their lock, which the next server inherits.
 
     The processes of an earlier server end soon after their postmaster. Every child inherits the lock's descriptor, so a
-    free lock proves that all have ended. Process ids would not prove it, because the system uses ids again.
+    free lock proves that all have ended. Process ids would not prove this, because the system reuses ids.
     """
     path = folder / "server.lock"
     lock = _open(path)
@@ -50,7 +50,8 @@ def _open(path: Path) -> IO[str]:
 
 
 def _lock(file: IO[str]) -> bool:
-    # flock, not lockf: an flock belongs to the open file, so a child inherits it with the descriptor.
+    # Use `flock` and not `lockf`: a lock of `flock` belongs to the open file, so a child inherits the lock with the
+    # descriptor.
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

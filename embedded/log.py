@@ -1,4 +1,4 @@
-"""The server's output: server.log, and server.log.1 for the previous one."""
+"""Writes and reads the server's output: server.log, and the previous log, server.log.1."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The port of a cluster. cluster.json stores it, so that DSNs stay valid.
+"""Chooses the port of a cluster, and stores it in cluster.json, so that DSNs stay valid.
 
 Never picks a port that another program listens on, or that a stopped neighbour cluster has stored.
 """
@@ -15,8 +15,8 @@ from embedded.folders import read_json, write_file
 
 HOST = "127.0.0.1"
 
-# These ports are below the range that the system uses for outgoing connections. From that range, an outgoing connection
-# could take the port of a cluster that is stopped.
+# These ports are below the range that the system uses for outgoing connections. If a cluster had a port of that range,
+# an outgoing connection could take the port while the cluster is stopped.
 _PORTS = range(20_000, 32_000)
 _PORT_TRIES = 100
 
@@ -70,7 +70,7 @@ class RememberedPort:
 
 def is_taken(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # Allow reuse as the server does: connections in TIME_WAIT from its last run are not an obstacle.
+        # Set SO_REUSEADDR as the server does: then connections in TIME_WAIT from its last run do not matter.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))

@@ -1,4 +1,4 @@
-"""Finds the server process of a data folder, and what a killed server has left, by reading postmaster.pid.
+"""Reads postmaster.pid to find the server process of a data folder, and to free what a killed server has left.
 
 A process id alone is not trusted, because ids are reused: the process must also have the data folder in its command
 line.
@@ -17,8 +17,8 @@ _IPC_RMID = 0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Postmaster:
     pid: int
-    port: int | None  # None until the server has opened it.
-    status: str  # "starting", "ready", "stopping", "standby", or "" before the server has written it.
+    port: int | None  # None until the server has opened the port.
+    status: str  # "starting", "ready", "stopping", "standby", or "" until the server has written a status.
 
 
 def read_postmaster(data: Path) -> Postmaster | None:
@@ -27,7 +27,7 @@ def read_postmaster(data: Path) -> Postmaster | None:
         lines = (data / "postmaster.pid").read_text(errors="replace").splitlines()
         pid = int(lines[0])
     except (FileNotFoundError, NotADirectoryError, IndexError, ValueError):
-        return None  # A file that is just being written looks like this, too; a later read finds it complete.
+        return None  # The server may be writing the file now. A later read finds the complete file.
     if pid <= 0 or not names_folder(pid, data):
         return None
     port = lines[3] if len(lines) > 3 else ""

@@ -1,6 +1,6 @@
-"""The settings of a local cluster in postgresql.conf. No I/O.
+"""Makes the text of windrow.conf, the settings of a local cluster. No I/O.
 
-Refuses overrides of settings that the package depends on: the loopback port, the data folder, scram.
+Refuses to override settings that this package depends on: the loopback port, the data folder, scram.
 """
 
 import re

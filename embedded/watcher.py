@@ -1,8 +1,8 @@
 """Cleans up after an ephemeral cluster whose owner was killed. Owns one small shell process.
 
-The shell reads from a pipe. When this process ends, in whatever way, the pipe closes; the shell then stops the server
-and removes the folder. Where /proc exists, the shell signals only a process that has the folder in its command line,
-because another process may have got the server's process id.
+The shell reads from a pipe. However this process ends, the pipe closes. The shell then stops the server and removes the
+folder. Where /proc exists, the shell signals only a process that has the folder in its command line, because another
+process may have got the server's process id.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _END_S_MAX = 10.0
 
 class Watcher:
     def __init__(self, folder: Path) -> None:
-        # Run it as this user, not as the server's account, which may not remove the folder.
+        # Run the shell as this user, because the server's account may have no right to remove the folder.
         self._shell = spawn(["/bin/sh", "-c", _SCRIPT, "windrow-watcher", folder], account=None, stdin=subprocess.PIPE)
 
     def guard(self, pid: int | None) -> None:
