@@ -27,8 +27,8 @@ from shard.vocabulary import Micros, OrgId, ShardName, Slot
 
 _log = logging.getLogger(__name__)
 
-# Advisory lock for every change of the catalog except moves. Any number will do, but it must be the same in every
-# release.
+# The key of the advisory lock for every change of the catalog except moves. Any number would do, but it must be the
+# same in every release.
 _LOCK = 0x77696E64_63617461
 # The NOTIFY channel that announces each change of the catalog.
 CHANNEL = "windrow_catalog"
@@ -37,11 +37,11 @@ CHANNEL = "windrow_catalog"
 class Holding(NamedTuple):
     """What one shard holds according to the catalog."""
 
-    # Slots whose jobs the shard takes.
+    # Slots whose new jobs the shard takes.
     slots: int = 0
     # Slots whose jobs are only read from the shard, because their new jobs already go to another shard.
     leaving: int = 0
-    # Pinned orgs whose jobs the shard takes, and pinned orgs whose jobs are only read from the shard.
+    # Pinned orgs whose new jobs the shard takes, and pinned orgs whose jobs are only read from the shard.
     pins: int = 0
 
     def __str__(self) -> str:
@@ -128,8 +128,8 @@ async def found(database: Database, *, cluster: str, weights: Mapping[ShardName,
     """Creates the cluster's catalog if there is none, and places the slots by weight. Returns the catalog. Raises
     Misconfigured if the database holds another cluster's catalog, or if the catalog places slots on a shard that is not
     among `weights`."""
-    # Look without a lock first. Nearly always there is a catalog. Then routers that start at the same moment need not
-    # wait for each other's locks.
+    # Look without a lock first, because nearly always there is a catalog. Then routers that start at the same moment
+    # need not wait for each other.
     if not await is_founded(database, cluster=cluster):
         await _found(database, cluster, weights)
     catalog = await read(database)
@@ -157,8 +157,8 @@ async def find(
     database: Database, *, cluster: str, shards: Collection[ShardName], known: Catalog | None = None
 ) -> Catalog:
     """Reads the cluster's catalog, which a router must have created. `known` has the same meaning as for `read`. Raises
-    ShardUnavailable if there is no catalog yet, and Misconfigured if the database holds another cluster's catalog, or
-    if the catalog places slots on a shard that is not among `shards`."""
+    ShardUnavailable if there is no catalog yet. Raises Misconfigured if the database holds another cluster's catalog,
+    or if the catalog places slots on a shard that is not among `shards`."""
     if not await is_founded(database, cluster=cluster):
         raise ShardUnavailable(database.name, "there is no catalog yet; the first router makes it")
     catalog = await read(database, known)
@@ -266,8 +266,8 @@ async def newest_epoch(database: Database) -> int:
 
 
 async def moves(database: Database) -> list[Move]:
-    """Returns all moves that have begun and not ended. Moves that are not switched come first, because it may be that
-    no shard takes new jobs of their slots."""
+    """Returns all moves that have begun and not ended. Moves that are not `switched` come first, because perhaps no
+    shard takes new jobs of their slots."""
     return [
         Move(epoch=epoch, source=source, target=target, switched=switched, slots=tuple(slots))
         for epoch, source, target, switched, slots in await database.run(statements.READ_MOVES, {})
@@ -275,9 +275,10 @@ async def moves(database: Database) -> list[Move]:
 
 
 async def begin_move(database: Database, known: Catalog, slots: Iterable[Slot], *, target: ShardName) -> Move | None:
-    """Begins to move slots. By the copy `known`, all of these slots must be on one shard and must not be moving. Leaves
-    out slots whose placement has changed since `known` was read. Returns None if no slot remains. Until the next step
-    of the move, the shards take enqueues and give jobs to claims as before; only the catalog and its copies change."""
+    """Begins to move slots. According to the copy `known`, all of these slots must be on one shard and must not be
+    moving. Leaves out slots whose placement has changed since `known` was read. Returns None if no slot remains. Until
+    the next step of the move, the shards take enqueues and give jobs to claims as before; only the catalog and its
+    copies change."""
     planned = sorted(slots)
     (source,) = {known.slots[slot].reads for slot in planned}
     rows = await database.run(
@@ -308,9 +309,9 @@ async def finish_move(database: Database, move: Move, slots: Iterable[Slot]) -> 
 
 
 async def forget_owner(database: Database, shard: ShardName, *, force: bool) -> int:
-    """Makes routers stop asking a shard that holds no slots. Until now they have asked it, as a former owner, for job
-    ids, dedup keys and finished jobs. Returns the number of slots for which they have asked it. Without `force`, if the
-    shard may still know dedup keys that count, changes nothing and returns 0. Raises InDoubt."""
+    """Makes routers stop asking a shard that holds no slots. Until now, routers have asked the shard for job ids, dedup
+    keys and finished jobs, because it is a former owner of slots. Returns the number of these slots. Without `force`,
+    if the shard may still know dedup keys that count, changes nothing and returns 0. Raises InDoubt."""
     rows = await database.run(statements.FORGET_OWNER, {"shard": shard, "left_us": 0 if force else KEYS_KNOWN_US})
     return int(rows[0][0])
 

@@ -1,4 +1,4 @@
-"""The cluster file: which shards there are and how to reach them. Reads TOML; opens no connection.
+"""Reads the cluster file, a TOML file that says which shards there are and how to reach them. Opens no connection.
 
     [cluster]
     name = "production"
@@ -139,7 +139,7 @@ def read_cluster(path: Path) -> Cluster:
 def read_text(path: Path) -> str:
     """Returns the text of a cluster file. Raises ClusterFileError."""
     try:
-        # Decode bytes instead of reading text, because reading text changes line endings. Then the digest would differ.
+        # Read and decode bytes. Reading the file as text would change its line endings, and so its digest.
         return path.read_bytes().decode()
     except OSError as error:
         raise ClusterFileError(f"{path}: {error.strerror}; name another with --config or WINDROW_CONFIG") from error

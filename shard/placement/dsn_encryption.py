@@ -17,8 +17,8 @@ _DEFAULT = "prefer"
 def may_be_plain_text(dsn: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
     """Returns the sslmode of a parsed DSN if it allows plain text on the way to another machine, and None otherwise."""
     mode = str(dsn.get("sslmode") or "")
-    # For libpq, the DSN comes before a service file, and a service file before the environment. This module does not
-    # read service files, so the mode may remain unknown.
+    # libpq takes the mode from the DSN first, then from a service file, and then from the environment. This module does
+    # not read service files, so the mode may remain unknown.
     if not mode and not _service(dsn, environ):
         mode = environ.get("PGSSLMODE") or _DEFAULT
     if mode in _ENCRYPTED or not _leaves_this_machine(dsn, environ):
@@ -27,7 +27,7 @@ def may_be_plain_text(dsn: Mapping[str, Any], environ: Mapping[str, str]) -> str
 
 
 def names_host(dsn: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
-    """Returns whether a parsed DSN names its host, so that no service file decides where it leads."""
+    """Returns whether the host of a parsed DSN is known without a service file."""
     return bool(dsn.get("hostaddr") or dsn.get("host") or not _service(dsn, environ))
 
 

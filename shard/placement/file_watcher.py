@@ -14,7 +14,8 @@ from shard.placement.cluster_file import Cluster, ClusterFileError, digest_of, p
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-# A refused file is read again this often, because a file that it needs may appear, such as a secret file.
+# Time between two reads of a refused file. A later read may succeed, because a file that it needs may appear, such as a
+# secret file.
 _RETRY_S = 1.0
 
 # For each file: modification time in ns, size and inode number. None: the file does not exist.

@@ -36,7 +36,8 @@ class Record(NamedTuple):
 
     @property
     def needed(self) -> bool:
-        """Whether the shard needs this very database. With another database in its place, slots would be lost."""
+        """Whether the shard needs exactly this database. If another database took its place, the jobs of slots would be
+        lost."""
         return bool(self.slots or self.slots_left)
 
     @property

@@ -129,7 +129,7 @@ async def mark(shard: Database, catalog: Database) -> None:
 
 async def accept(shard: Database, catalog: Database, lost: Mark) -> None:
     """Begins a new history on a shard that lacks the mark `lost`: makes the catalog confirm a mark that the shard has.
-    Changes nothing in the catalog if another process has already done so."""
+    Changes nothing in the catalog if another process has already begun a new history there."""
     rows = await shard.run(statements.MAKE_MARK, {"apart_s": 0.0, "above": lost.number})
     if rows:
         made = Made._make(rows[0])

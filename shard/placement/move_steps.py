@@ -1,5 +1,5 @@
 """Moves slots from one shard to another. This module has the steps of docs/decisions/0017-moving-slots.md that run on
-shards; each step takes many slots together. The steps that run on the catalog are in shard/placement/catalog.py.
+shards; each step handles many slots at once. The steps that run on the catalog are in shard/placement/catalog.py.
 balancer/move.py decides which step comes next.
 
 Each step compares epochs and chunk numbers before it writes. So a step has its effect only once, and changes nothing if
@@ -119,7 +119,7 @@ class Remaining(NamedTuple):
     dead: int
     # Exported jobs that are not deleted yet.
     departing: int
-    # How many ends of nodes were not yet copied to the target.
+    # How many ends of nodes have not been copied to the target yet.
     arrivals: int
 
 
@@ -167,8 +167,9 @@ async def read_schedules(database: Database, slots: Sequence[Slot]) -> Schedules
 
 
 async def delete_schedules(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
-    """Deletes the schedules of these slots on the source. Call this after the target has opened the slots, when routers
-    read the schedules there. Since the source closed the slots, no router has fired these schedules on the source."""
+    """Deletes the schedules of these slots on the source. Call this after the target has opened the slots and routers
+    have begun to read the schedules there. Since the source closed the slots, no router has fired these schedules on
+    the source."""
     parameters = {"slots": arrays.numbers(slots), "state": "draining", "epoch": epoch}
     await database.run(statements.DELETE_SCHEDULES, parameters)
 
@@ -194,8 +195,8 @@ async def read_workflows(database: Database, slots: Sequence[Slot]) -> list[Work
 
 
 async def delete_workflows(database: Database, slots: Sequence[Slot], *, epoch: int) -> None:
-    """Deletes the workflows of these slots on the source. Call this when routers read the workflows on the target.
-    After the source has closed the slots, ends of nodes may still be appended there, and remain there until
+    """Deletes the workflows of these slots on the source. Call this when routers read the workflows on the target. Even
+    after the source has closed the slots, ends of nodes may be appended on the source. They remain there until
     `carry_arrivals` copies them to the target."""
     parameters = {"slots": arrays.numbers(slots), "state": "draining", "epoch": epoch}
     await database.run(statements.DELETE_WORKFLOWS, parameters)

@@ -1,4 +1,4 @@
-"""Pinned orgs. Each pinned org has a slot of its own (docs/decisions/0017-moving-slots.md). The catalog says on which
+"""Pins orgs. Each pinned org gets a slot of its own (docs/decisions/0017-moving-slots.md). The catalog says on which
 shard the org should live, or which label its shard should have.
 
 Pinning is one transaction in the catalog. Afterwards, the shard that holds the org records the org's own slot
@@ -84,7 +84,8 @@ async def pin(database: Database, org: OrgId, target: PinTarget) -> Pin:
 
 
 async def unpin(database: Database, org: OrgId) -> Pin:
-    """Lets the org live where its hash slot is. The org keeps its own slot. Raises NotPinned if it is not pinned."""
+    """Lets the org live where its hash slot is. The org keeps its own slot. Raises NotPinned if the org is not
+    pinned."""
     async with catalog.exclusive(database) as connection:
         rows = await connection.run(statements.READ_PIN, {"org": org})
         if not rows or _pin(*rows[0]).target is None:
@@ -94,7 +95,7 @@ async def unpin(database: Database, org: OrgId) -> Pin:
 
 
 async def read(database: Database) -> list[Pin]:
-    """Returns all orgs that have a slot of their own, also orgs that are no longer pinned, ordered by slot."""
+    """Returns all orgs that have a slot of their own, including orgs that are no longer pinned, ordered by slot."""
     return [_pin(*row) for row in await database.run(statements.READ_PINS, {})]
 
 

@@ -1,5 +1,5 @@
 """Computes the hash slot of an org, and plans which shard gets which slots. Pure: no I/O, no clock, no config.
-`Catalog.placement` (shard/placement/catalog.py) looks up an org's shards, pinned orgs included.
+`Catalog.placement` (shard/placement/catalog.py) returns the shards of an org, even of a pinned org.
 
 An org's hash slot never changes. The shard on which a slot lives may change. The plan moves as few slots as possible: a
 shard gives up only slots that exceed its share, and takes only slots that it lacks

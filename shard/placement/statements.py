@@ -1,4 +1,4 @@
-"""The SQL statements of this package, one file in sql/ each. Other packages run them only where
+"""The SQL statements of this package. Each statement is one file in sql/. Other packages run them only where
 tests/unit/test_statements.py allows it."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 -- Begins a move of slots that are on the source and do not move yet. Leaves out slots that have changed since the move
--- was planned. Returns the move's epoch with each slot.
+-- was planned. Returns each slot of the move, with the move's epoch.
 WITH due AS MATERIALIZED (
     SELECT p.slot
     FROM windrow.placement p

@@ -1,4 +1,4 @@
--- How many nodes the workflows of each of these slots have. Leaves out slots without workflows.
+-- Counts, for each of these slots, the nodes of its workflows. Leaves out slots without workflows.
 SELECT n.slot, sum(w.nodes)::bigint
 FROM unnest(%(slots)s::smallint[]) AS n (slot)
 -- For OFFSET 0, see read_queues.sql.

@@ -24,7 +24,7 @@ CROSS JOIN LATERAL (
     CROSS JOIN LATERAL (SELECT FROM windrow.workflow_arrival a WHERE a.org_id = o.org_id OFFSET 0) a
 ) ends
 WHERE (there.free > 0 OR there.leased > 0 OR there.dead > 0 OR away.departing > 0 OR ends.arrivals > 0)
-    -- Other shards act on this answer, so it must survive a failover. This message makes the commit wait for the
+    -- Other shards act on this answer, so it must survive a failover. The emitted message makes the commit wait for the
     -- standby: see find_known.sql.
     AND (SELECT pg_logical_emit_message(true, 'windrow', '')) IS NOT NULL
 ORDER BY n.slot

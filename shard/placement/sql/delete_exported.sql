@@ -1,5 +1,5 @@
 -- Deletes the exported jobs of these chunks of one move. Run this statement after the other shard has stored these
--- jobs. Returns how many it deleted.
+-- jobs. Returns how many jobs were deleted.
 WITH forgotten AS (
     DELETE FROM windrow.departing d
     WHERE d.ctid = ANY (ARRAY(

@@ -1,6 +1,6 @@
 -- Deletes the quarantines and the recorded crashes of these slots. Leaves out slots that do not have this state and
--- this epoch. For draining slots, run this statement when this shard has no more jobs of them. For slots that have just
--- arrived, it deletes rows that have remained from an earlier time at which this shard had these slots.
+-- this epoch. For draining slots, run this statement when this shard has no more jobs of these slots. For slots that
+-- have just arrived, this statement deletes rows from an earlier time at which this shard had these slots.
 WITH queue AS MATERIALIZED (
     SELECT q.queue_id
     FROM windrow.owned_slot w

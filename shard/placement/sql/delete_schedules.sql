@@ -1,6 +1,6 @@
 -- Deletes the schedules of the orgs of these slots. Leaves out slots that do not have this state and this epoch. For
--- draining slots, run this statement when the target has the schedules. For slots that have just arrived, it deletes
--- rows that have remained from an earlier time at which this shard had these slots.
+-- draining slots, run this statement when the target has the schedules. For slots that have just arrived, this
+-- statement deletes rows from an earlier time at which this shard had these slots.
 WITH gone AS (
     DELETE FROM windrow.schedule s
     USING windrow.org o, windrow.owned_slot w

@@ -1,6 +1,7 @@
--- Moves live jobs without a valid lease and dead jobs of these slots to windrow.departing, from where another shard
--- gets them. The jobs of a slot get the number of the slot's next chunk. The array of slots must be in ascending order.
--- Takes at most `rows` jobs, and stops after the job that fills `bytes`. Returns the number of jobs by slot.
+-- Moves jobs of these slots to windrow.departing: live jobs without a valid lease, and dead jobs. Another shard gets
+-- the jobs from there. The jobs of a slot get the number of the slot's next chunk. The array of slots must be in
+-- ascending order. Takes at most `rows` jobs, and stops after the job that fills `bytes`. Returns the number of jobs by
+-- slot.
 WITH slot AS MATERIALIZED (
     -- Each slot is locked when the scan reaches it. A concurrent statement with the same chunk number waits, and then
     -- finds that this number is not the next number any more.
@@ -80,8 +81,8 @@ WITH slot AS MATERIALIZED (
     FROM (
         SELECT
             g.id, g.queue_id, g.enqueued_at,
-            -- If a lease has expired and no claim has noticed it, record its end now, by the clock of the server that
-            -- gave the lease.
+            -- If a lease has expired and no claim has noticed this, record the end of the lease now, by the clock of
+            -- the server that gave the lease.
             CASE WHEN g.lease IS NULL THEN g.run_at ELSE g.visible_at END AS run_at, NULL::timestamptz AS finished_at, NULL::bigint AS lease,
             NULL::timestamptz AS leased_at, g.expires_at, g.priority, g.attempt, g.max_attempts, {{kept_content(g)}},
             NULL::text AS worker,

@@ -1,6 +1,6 @@
 -- Gives an org a slot of its own, on the shard of its hash slot. Former owners of the hash slot become former owners of
 -- the new slot, because they may know jobs of the org. Run this statement after lock_placement.sql and under the
--- catalog's lock. So the next slot number is free, and the copied placement is up to date. Returns no row if all slot
+-- catalog's lock. Then the next slot number is free, and the copied placement is up to date. Returns no row if all slot
 -- numbers are in use.
 WITH free AS MATERIALIZED (
     SELECT n.slot FROM (SELECT greatest(max(p.slot), 16383) + 1 AS slot FROM windrow.placement p) n WHERE n.slot <= 32767

@@ -1,4 +1,4 @@
--- The ends of nodes that were appended on this shard after it had closed these slots, the oldest first.
+-- Returns the ends of nodes that were appended on this shard after it had closed these slots, the oldest first.
 SELECT a.number, o.org, a.workflow::text, a.node, a.how
 FROM unnest(%(slots)s::smallint[]) AS n (slot)
 -- For OFFSET 0, see read_queues.sql.

@@ -1,4 +1,4 @@
--- The buckets of the orgs of these slots, with the tokens that they have now.
+-- Returns the buckets of all orgs in these slots, with the tokens that the buckets have now.
 SELECT
     (b.bucket).org, (b.bucket).queue, (b.bucket).measure, windrow.tokens_at(b.bucket, now()) AS tokens, (b.bucket).amount,
     (b.bucket).interval_us, (b.bucket).version

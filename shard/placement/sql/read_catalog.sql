@@ -1,9 +1,9 @@
--- Returns what has changed in the catalog since an epoch, from one snapshot. Thousands of slots have equal placements.
--- So each row has one placement, with all slots that have it, those of these slots that belong to pinned orgs, and the
--- former owners. If nothing has changed, returns one row without slots. The first row also has the confirmed mark of
--- each shard, the number of revocations of API keys, and the versions of the limits and of the weights. The number of
--- revocations and these versions are read by name from the row's JSON, because commands of this release also read the
--- catalogs of earlier releases, which lack these columns.
+-- Returns what has changed in the catalog since the epoch `since`, read from one snapshot. Thousands of slots have
+-- equal placements. So each row has one placement with its former owners, all slots that have this placement, and
+-- separately those of these slots that belong to pinned orgs. If nothing has changed, returns one row without slots.
+-- The first row also has the confirmed mark of each shard, the number of revocations of API keys, and the versions of
+-- the limits and of the weights. The number of revocations and these versions are read by name from the row's JSON,
+-- because commands of this release also read the catalogs of earlier releases, which lack these columns.
 --
 -- In a cluster without pins and former owners, only the first half of `g` (before UNION ALL) returns rows, and the
 -- statement takes less than half the time. Otherwise `changed` combines the three tables by UNION ALL and GROUP BY, and
@@ -11,7 +11,7 @@
 -- For joins, the planner would then choose nested loops that take 10 s and more. IS TRUE prevents the planner from
 -- turning IN into a join, so that Postgres looks up the slot in a hash table.
 WITH other AS MATERIALIZED (
-    -- Whether the tables pin and former_owner have rows. NULL: nothing has changed, so they are not read.
+    -- Whether `pin` or `former_owner` has rows. NULL: nothing has changed, so these tables are not read.
     SELECT CASE WHEN c.epoch > %(since)s THEN
         EXISTS (SELECT FROM windrow.pin) OR EXISTS (SELECT FROM windrow.former_owner)
     END AS have_rows

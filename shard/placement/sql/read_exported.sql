@@ -10,8 +10,8 @@ CROSS JOIN LATERAL (
     OFFSET 0
 ) d
 CROSS JOIN LATERAL (SELECT q.org, q.queue FROM windrow.queue q WHERE q.queue_id = d.queue_id OFFSET 0) q
--- Other shards act on this answer, so it must survive a failover. This message makes the commit wait for the standby:
--- see find_known.sql.
+-- Other shards act on this answer, so it must survive a failover. The emitted message makes the commit wait for the
+-- standby: see find_known.sql.
 WHERE (SELECT pg_logical_emit_message(true, 'windrow', '')) IS NOT NULL
 GROUP BY d.slot, d.chunk, q.org, q.queue
 ORDER BY d.slot

@@ -1,2 +1,2 @@
--- The newest epoch of any slot that this shard knows.
+-- Returns the newest epoch of all slots that this shard knows.
 SELECT coalesce(max(o.epoch), 0) FROM windrow.owned_slot o

@@ -1,4 +1,4 @@
--- The quarantined kinds of the queues of these slots, as rows in Postgres's text form.
+-- Returns the quarantined kinds of all queues in these slots, as rows in the text format of Postgres.
 SELECT o.slot, o.org, q.queue, array_agg(k.row)::text AS rows
 FROM unnest(%(slots)s::smallint[]) AS n (slot)
 -- For OFFSET 0, see read_queues.sql.

@@ -1,5 +1,5 @@
--- The schedules of the orgs of these slots, as rows in Postgres's text form. Each row of the result has at most 100
--- schedules of one org, so that no value becomes too large.
+-- Returns the schedules of all orgs in these slots, as rows in the text format of Postgres. Each row of the result has
+-- at most 100 schedules of one org, so that no value becomes too large.
 SELECT part.slot, part.org, array_agg(part.schedule)::text AS schedules
 FROM (
     SELECT

@@ -1,6 +1,6 @@
--- What the catalog knows about a shard: the id of its database, if the id is recorded, the number of slots that the
--- shard holds, the number of slots that have left the shard but about which routers may still ask it, and the mark that
--- was confirmed last.
+-- Returns what the catalog knows about a shard: the id of its database, if the id is recorded, the number of slots that
+-- the shard holds, the number of slots that have left the shard but about which routers may still ask it, and the mark
+-- that was confirmed last.
 SELECT
     s.id::text,
     (SELECT count(*) FROM windrow.placement p WHERE %(shard)s = ANY (p.reads)) AS slots,

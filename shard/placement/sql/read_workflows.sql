@@ -1,4 +1,4 @@
--- The workflows of the orgs of these slots, with their nodes and edges, as rows in Postgres's text form.
+-- Returns the workflows of all orgs in these slots, with their nodes and edges, as rows in the text format of Postgres.
 SELECT o.slot, o.org, w.workflow::text, nodes.rows::text, edges.rows::text
 FROM unnest(%(slots)s::smallint[]) AS n (slot)
 -- For OFFSET 0, see read_queues.sql.

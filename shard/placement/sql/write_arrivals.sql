@@ -1,5 +1,5 @@
--- Appends on this shard the ends of nodes that were appended on another shard. Returns the workflows of these nodes,
--- for fold_workflows.sql.
+-- Appends, on this shard, ends of nodes that another shard has appended. Returns the workflows of these nodes, for
+-- fold_workflows.sql.
 WITH appended AS (
     INSERT INTO windrow.workflow_arrival AS a (org_id, workflow, node, how)
     SELECT o.org_id, n.workflow, n.node, n.how

@@ -1,4 +1,4 @@
--- Stores buckets that came with their orgs from another shard. A bucket does not fill during the time of its move.
+-- Stores buckets that came with their orgs from another shard. A bucket does not fill while it moves.
 INSERT INTO windrow.token_bucket AS b (org, queue, measure, tokens, filled_at, granted, amount, interval_us, version)
 SELECT n.org, n.queue, n.measure, n.tokens, now(), 0, n.amount, n.interval_us, n.version
 FROM unnest(
