@@ -1,4 +1,4 @@
-"""Adds nodes to workflows that run, and lets the jobs that add them wait for these nodes."""
+"""Adds nodes to workflows that run, and lets a job wait for the nodes that it has added."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ WAITS = "waits for nodes that it has added"
 
 
 class _Known(NamedTuple):
-    """A node that the workflow has. The fields have the order of find_nodes.sql's columns, which follow the name."""
+    """A node that the workflow has. The fields have the order of the columns of find_nodes.sql, except the first
+    column, which is the name."""
 
     number: int
     job: JobId
@@ -66,8 +67,8 @@ class _Known(NamedTuple):
 
 
 class _Size(NamedTuple):
-    """The size and the state of a workflow, in the order of read_size.sql's columns. `edges` may be 0 if nobody needs
-    it."""
+    """The size and the state of a workflow, in the order of read_size.sql's columns. `edges` is 0 if the number of
+    edges is not needed."""
 
     nodes: int
     edges: int
@@ -116,11 +117,11 @@ class NodeAdder:
         """Adds nodes to a workflow that runs. Does not change nodes that the same job has added before. If the job must
         wait for the nodes, ends the job's lease and blocks the job.
 
-        `adder`: the lease of the job that adds the nodes. If that job is on another shard, the caller has checked its
-        lease there, and `adder` is the number of the job's node. Then this method cannot end the lease. If the job must
-        wait, the caller must give the job back on the other shard. The job later runs again, on this shard, and then
-        waits. Raises LeaseEnded, UnknownWorkflow, WorkflowEnded, NodeEnded, NodeExists, NodeMayWaitForJob, UnknownNode,
-        TooManyNodes, TooManyQueues."""
+        `adder`: the lease of the job that adds the nodes. If that job is on another shard, the caller has checked the
+        job's lease there, and `adder` is the number of the job's node. Then this method cannot end the lease. If the
+        job must wait, the caller must give the job back on the other shard. The job later runs again, on this shard,
+        and then waits. Raises LeaseEnded, UnknownWorkflow, WorkflowEnded, NodeEnded, NodeExists, NodeMayWaitForJob,
+        UnknownNode, TooManyNodes, TooManyQueues."""
         org = nodes.jobs.org
         # Queues are made only after a try has shown that the nodes can be stored: a call that is refused must change
         # nothing.
@@ -167,10 +168,10 @@ class NodeAdder:
         adder: Lease | int,
         epoch: int,
     ) -> tuple[AddedNodes, set[QueueId]]:
-        """Adds nodes under the workflow's lock, which every fold needs too. So there are two cases. Either the end of
-        the last node was folded before, and the workflow has ended. Or the fold of that end will find the new nodes.
-        The same is true for the end of the job that adds the nodes. If that job has given up its lease to wait, also
-        returns its queue."""
+        """Adds nodes under the workflow's lock, which every fold needs too. So there are two cases. If the end of the
+        last node was folded before this call, the workflow has ended. Otherwise, the fold of that end will find the new
+        nodes. The same is true for the end of the job that adds the nodes. If that job has given up its lease to wait,
+        also returns its queue."""
         connection, workflow, org = locked.connection, nodes.workflow, nodes.jobs.org
         lease = None if isinstance(adder, int) else adder
         has_waited = False
@@ -178,7 +179,7 @@ class NodeAdder:
             parameters = _lease_parameters(org, workflow, adder)
             rows = await connection.run(statements.FIND_LEASE, parameters)
             if not rows and nodes.wait is not None:
-                # An earlier call may have ended the lease, and its answer may have been lost.
+                # An earlier call may have ended the lease, and the answer of that call may have been lost.
                 rows = await connection.run(statements.FIND_WAIT, parameters)
                 has_waited = bool(rows)
             adder = _node_of(rows, workflow, adder)
@@ -198,8 +199,8 @@ class NodeAdder:
         stored = [known[name] for name in nodes.names if name in known]
         is_doomed = nodes.wait is OnFailed.CANCEL and any(node.has_failed for node in stored)
         goes_on = not new and not is_doomed and all(node.has_ended for node in stored)
-        # A job that was redriven may continue after the end of its workflow, because in this case it changes nothing in
-        # the workflow.
+        # If the job goes on, the call changes nothing in the workflow, so the workflow need not run. A job that was
+        # redriven may make such a call after the end of its workflow.
         size = await self._size(locked, nodes, new, must_run=not goes_on)
         if nodes.wait is not None:
             await self._refuse_cycles(locked, nodes, new, known)
@@ -215,7 +216,7 @@ class NodeAdder:
 
     async def _size(self, locked: LockedWorkflow, nodes: NewNodes, new: Sequence[int], *, must_run: bool) -> _Size:
         """Returns the size that the workflow has with the nodes at the positions `new`. With `must_run`, raises
-        WorkflowEnded if the workflow does not run. Raises TooManyNodes if it has no room for these nodes."""
+        WorkflowEnded if the workflow does not run. Raises TooManyNodes if the workflow has no room for these nodes."""
         more_edges = sum(len(nodes.after.get(at, ())) for at in new)
         parameters = {"flow": locked.flow, "edges": more_edges > 0 or nodes.wait is not None}
         size = _Size._make((await locked.connection.run(statements.READ_SIZE, parameters))[0])
@@ -308,9 +309,9 @@ class NodeAdder:
                 edges.append(Edge(number, known[parent].number, policy))
         edges.sort()
         ended = {node.number for node in known.values() if node.has_ended}
-        # The column waits_on of a node has one parent at a time: of the parents that have not ended, the parent with
-        # the highest number. If all parents have ended, it is the parent with the highest number of all. The ends of
-        # such parents are appended again below, so that the fold finds the node.
+        # The column `waits_on` of a node names one parent: of the parents that have not ended, the parent with the
+        # highest number. If all parents have ended, it names the parent with the highest number of all. The ends of
+        # parents that have ended are appended again below, so that the fold finds the node.
         waits_on = {edge.node: edge.parent for edge in edges}
         waits_on |= {edge.node: edge.parent for edge in edges if edge.parent not in ended}
         jobs = nodes.jobs.only(new)

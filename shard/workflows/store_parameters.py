@@ -1,4 +1,4 @@
-"""The parameters of store_workflow.sql. This statement stores a new workflow, or adds nodes to a workflow."""
+"""Makes the parameters of store_workflow.sql. This statement stores a new workflow, or adds nodes to a workflow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def store_parameters(
     jobs = workflow.jobs
     count = len(jobs)
     positions = {number: at for at, number in enumerate(workflow.numbers)}
-    # The edges are in the order of nodes and parents. So each node gets the last of its parents that has not ended.
+    # The edges are sorted by node and then by parent. So each node gets the last of its parents that has not ended.
     waits_on = {
         positions[edge.node]: edge.parent
         for edge in workflow.edges

@@ -1,4 +1,4 @@
-"""Continues folds that have not done all work in workflows of one shard, and forgets old workflows.
+"""Continues folds of workflows that have not done all their work on one shard, and forgets old workflows.
 
 The transaction that ends a job also folds that end (shard/postgres/functions/fold_at_commit.sql), but releases and
 cancels at most one portion of jobs (fold_portion.sql). If work remains, the transaction notifies the routers. Sweeps
@@ -28,7 +28,8 @@ _FORGOTTEN_AT_ONCE = 10
 # After that, only the next sweep continues the fold.
 _BUSY_PAUSE_S = 0.010
 _BUSY_MAX = 100
-# Upper bound for the workflows that wait for `go_on`. Only sweeps continue the folds of more workflows.
+# Upper bound for the workflows that wait for `go_on`. If there are more workflows, only sweeps continue the folds of
+# the others.
 _LEFT_MAX = 10_000
 
 # The number of an org on this shard, and the id of a workflow.
@@ -39,7 +40,7 @@ _FIRST_FLOW = 0
 
 
 class _Fold(Enum):
-    """What became of a portion."""
+    """The result of a portion: no work remains, work remains, or another session holds the workflow's lock."""
 
     DONE = auto()
     LEFT = auto()

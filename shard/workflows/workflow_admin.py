@@ -64,7 +64,7 @@ class WorkflowAdmin:
     # ── Start ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self, workflow: NewWorkflow, *, epoch: int) -> bool:
-        """Stores a workflow. Returns whether it was stored before. Raises WorkflowExists, NotRetryable,
+        """Stores a workflow. Returns whether the workflow was stored before. Raises WorkflowExists, NotRetryable,
         IdsOutsideHorizon, TooManyQueues."""
         return await self._calls.in_turn(workflow.jobs.org, partial(self._start, workflow, epoch))
 
@@ -101,8 +101,8 @@ class WorkflowAdmin:
         raise ShardUnavailable(self._database.name, "the ids of its queues keep changing")
 
     async def _check_id(self, workflow: WorkflowId, now: Micros) -> None:
-        """Refuses the ids that the statement would refuse. This check comes before queues are created, so that a
-        refused call creates none. Raises IdsOutsideHorizon."""
+        """Refuses an id that STORE_WORKFLOW would refuse. This check comes before queues are created, so that a refused
+        call creates no queues. Raises IdsOutsideHorizon."""
         oldest_ms, newest_ms = bounds_ms(now)
         if not oldest_ms <= made_at_ms(workflow) <= newest_ms:
             raise IdsOutsideHorizon([0], now=now)
@@ -221,8 +221,8 @@ class WorkflowAdmin:
         await self._calls.change(org, workflow, act, epoch=epoch)
 
     async def doom(self, org: OrgId, workflow: WorkflowId, *, reason: str, epoch: int) -> list[JobId]:
-        """Cancels the blocked jobs of a workflow. Returns its other jobs that have not ended. The caller must cancel
-        them, because they may be on another shard. Raises UnknownWorkflow."""
+        """Cancels the blocked jobs of a workflow. Returns the other jobs of the workflow that have not ended. The
+        caller must cancel these jobs, because they may be on another shard. Raises UnknownWorkflow."""
         org_id = await self.begin_cancel(org, workflow, reason=reason, epoch=epoch)
         await self._calls.in_turn(org, partial(self._sweep.finish, org_id, workflow))
         rows = await self._calls.read(org, statements.FIND_RELEASED, {"org": org, "id": workflow})

@@ -1,6 +1,6 @@
--- Collects a set of nodes. The set has the given nodes. For each node in the set, it also has the nodes that this
--- node's job has added, for which this node waits, and which have not ended. If a node in the set waits for a node
--- outside the set that has not ended, returns the names of both nodes.
+-- Collects a set of nodes, beginning with the given nodes. If a node N of the set waits for a node that N's job has
+-- added and that has not ended, that node is in the set, too. If a node of the set waits for a node outside the set
+-- that has not ended, returns the names of these two nodes.
 WITH RECURSIVE reached AS (
     SELECT x.node FROM unnest(%(nodes)s::integer[]) AS x (node)
     UNION

@@ -1,4 +1,4 @@
--- Returns a node that is to get a signal, by its name. `node` NULL: the workflow has no node of this name.
+-- Finds, by its name, a node that is to get a signal. `node` is NULL if the workflow has no node of this name.
 SELECT n.node, n.job_id::text, n.state, n.is_signal, w.state AS flow_state, w.cancelled_at IS NOT NULL AS is_cancelled
 FROM windrow.org o
 JOIN windrow.workflow w ON w.org_id = o.org_id AND w.id = %(id)s::uuid

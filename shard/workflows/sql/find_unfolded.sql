@@ -5,8 +5,8 @@
 -- Visits up to `rows` workflows with ends, beginning after the workflow `after_workflow` of the org `after_org`. Also
 -- visits up to `rows` workflows with nodes that wait to be released or cancelled, beginning after the workflow
 -- `after_flow`. Steps from workflow to workflow in the indexes, with one lookup for each workflow. Also returns the
--- last workflows that it has visited, which have the place `rows`. The next sweep begins after them. Otherwise, if many
--- workflows are paused or move, sweeps would never reach the other workflows.
+-- workflows that it visited last, which have the place `rows`. The next sweep begins after these workflows. Otherwise,
+-- if many workflows are paused or move, sweeps would never reach the other workflows.
 WITH RECURSIVE arrived AS (
     (
         SELECT 1 AS place, a.org_id, a.workflow

@@ -1,4 +1,5 @@
--- Returns the node of this workflow whose job was blocked by a call with this lease, to wait for other nodes.
+-- Returns the node of this workflow whose job a call with this lease has blocked, so that the job waits for other
+-- nodes.
 SELECT substr(j.workflow_node, 38)::integer AS node
 FROM windrow.job j
 WHERE j.id = %(job)s::uuid AND {{org_of(j)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)

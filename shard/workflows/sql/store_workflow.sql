@@ -1,10 +1,10 @@
 -- Stores a workflow with its nodes, edges and jobs. If the workflow is a retry, also stores the nodes that it takes
 -- over from the old workflow. Stores nothing if the shard does not own the org's slot, if a queue id is wrong, or if
 -- the org has a workflow with this id. If `flow` is not NULL, adds nodes to that workflow instead; then the caller must
--- hold its lock. Returns the time, whether the time of the workflow's id is acceptable, how many queues were admitted,
--- and whether anything was stored.
+-- hold the lock of that workflow. Returns the time, whether the time of the workflow's id is acceptable, how many
+-- queues were admitted, and whether anything was stored.
 WITH clock AS (
-    -- See enqueue.sql.
+    -- For `id_fits`, see enqueue.sql.
     SELECT
         to_timestamp(%(made_ms)s / 1e3) >= now() - %(horizon_us)s * interval '1 us'
             AND to_timestamp(%(made_ms)s / 1e3) <= now() + interval '1 hour' AS id_fits

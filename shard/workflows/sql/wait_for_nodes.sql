@@ -1,8 +1,8 @@
 -- Ends the lease of a job, without counting the attempt, and blocks the job until its workflow releases it. The node
 -- waits for the last of its parents that has not ended. If `is_doomed` is true, the node waits for no parent, and the
 -- next fold cancels the job. Returns the queue of the job, the number of changed nodes, and the name of the node. The
--- number is 0 if the node has ended, which happens if its job was redriven. No row: another session has locked the job,
--- or the lease has ended. Never waits for a lock, because the caller holds the lock of the workflow.
+-- number is 0 if the node has ended, which happens if its job was redriven. Returns no row if another session has
+-- locked the job, or if the lease has ended. Never waits for a lock, because the caller holds the lock of the workflow.
 WITH held AS MATERIALIZED (
     SELECT j.ctid
     FROM windrow.job j
