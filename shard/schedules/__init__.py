@@ -1,1 +1,1 @@
-"""Schedules of one shard: their instants, their configuration, and how they are fired."""
+"""Configures the schedules of one shard, computes their instants, and fires them."""

@@ -1,4 +1,4 @@
-"""The instants of a schedule. Pure: no I/O, and no clock; the caller gives every moment.
+"""Computes the instants of a schedule. Pure: no I/O, and no clock, because the caller passes every moment.
 
 Cronsim reads the cron expressions, with the rules of Debian's cron about daylight saving. When clocks are set forward,
 they skip some times, and when they are set back, they show some times twice. If neither the minute nor the hour begins
@@ -30,7 +30,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _FIRST, _LAST = datetime(1971, 1, 1, tzinfo=UTC), datetime(9000, 1, 1, tzinfo=UTC)
 # The length of the first span of time in a search backwards. Each later span is twice as long as the one before.
 _BACK_US = 64_000_000
-# The most instants that are read from one span. A span of `_BACK_US` does not have more instants.
+# The maximum number of instants that are read from one span. A span of `_BACK_US` does not have more instants.
 _BACK_MAX = 64
 _EXPRESSION_CHARS_MAX = 256
 _INTERVAL_US_MIN = 1_000_000

@@ -60,8 +60,8 @@ class Wake(NamedTuple):
 
 
 class Needed(NamedTuple):
-    """A job on which a decision depends. Either another shard may have the job, or (`cancel`) the job must be cancelled
-    before the decision."""
+    """A job on which a decision depends. If `cancel` is true, the job must be cancelled before the decision. If not,
+    another shard may have the job."""
 
     org: OrgId
     job: JobId
@@ -72,7 +72,7 @@ class Needed(NamedTuple):
 class Fired:
     """What one transaction has done."""
 
-    # How many schedules it has looked at.
+    # How many schedules the transaction has looked at.
     taken: int = 0
     jobs: int = 0
     queues: set[QueueId] = field(default_factory=set[QueueId])
@@ -114,7 +114,7 @@ class DueSchedules:
         self._store = store
 
     async def next_wake(self) -> Wake:
-        """Returns the time at which the next schedule of this shard must be looked at."""
+        """Returns the time at which a router must next look at the schedules of this shard."""
         ((now, at),) = await self._database.run(statements.FIND_WAKE, {})
         return Wake(now, at)
 
@@ -126,10 +126,10 @@ class DueSchedules:
     ) -> Fired:
         """Fires some of the schedules that are due. The schedules that have waited for the longest time come first.
 
-        `is_whole` returns whether this shard has all live jobs of an org. If it has not, a job that is not live on this
-        shard may be live on another shard, and a decision may depend on this. Then the job is returned in
-        `Fired.needed`, and its schedule waits until `known` contains the job. The values of `known` say whether a job
-        is live. Raises ClockSetBack."""
+        `is_whole` returns whether this shard has all live jobs of an org. If the shard does not have all of them, a job
+        that is not live on this shard may be live on another shard, and a decision may depend on such a job. Then the
+        job is returned in `Fired.needed`, and its schedule waits until `known` contains the job. The values of `known`
+        say whether a job is live. Raises ClockSetBack."""
         self._store.clock.check()
         fired = Fired()
         async with self._database.transaction() as connection:
@@ -213,7 +213,7 @@ class _Writer:
             self._full.append(schedule.id)
 
     async def write(self, connection: Connection) -> Stored:
-        """Stores everything."""
+        """Stores everything that was collected."""
         await self._promote(connection)
         stored = await store_runs(connection, self.runs)
         await advance(connection, list(self._advances.values()))

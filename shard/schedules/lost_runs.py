@@ -39,7 +39,7 @@ class Overdue(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A schedule of a shard that lost history, and the runs of it that `skip` would skip."""
+    """A schedule of a shard that lost history, and the runs that `skip` would skip."""
 
     id: ScheduleId
     org: OrgId

@@ -25,12 +25,12 @@ from shard.schedule import (
 from shard.schedules import calendar
 from shard.vocabulary import Micros
 
-# If a run is stored later than this after it was due, it counts as catch-up.
+# A run that is stored more than this time after it was due counts as catch-up.
 LATE_US = 60_000_000
 # How often a router checks whether the job that a buffered run waits for has ended.
 BUFFER_LOOK_US = 1_000_000
 # With jitter, an instant is late only if this time has passed since the end of its jitter, because a router needs some
-# time to store it.
+# time to store the run.
 _IN_TIME_US = 1_000_000
 
 
@@ -55,9 +55,9 @@ class Plan:
     next_at: Micros | None
     wake_at: Micros | None
     buffered: int
-    # The first buffered run is to be stored, before `runs`.
+    # Whether the first buffered run is to be stored, before `runs`.
     promotes: bool = False
-    # The job of the previous run must be cancelled first. Nothing else is to be done.
+    # Whether the job of the previous run must be cancelled first. If so, nothing else is to be done.
     cancels: bool = False
 
 
@@ -163,7 +163,7 @@ def _latest_due(schedule: ScheduleId, timing: Timing, next_at: Micros, now: Micr
     """Returns the latest instant that is due, and the time at which it became due. Runs are stored in the order of
     their instants. So an instant is due when its own jitter and the jitter of each earlier instant are over. Checks at
     most CATCH_UP_MAX instants whose jitter may not be over. If there are more, the next call finds them."""
-    # The jitter of such an old instant is over in any case.
+    # If an instant is as old as `jitter_us`, its jitter is over in any case.
     latest = next(calendar.until(timing, Micros(now - timing.jitter_us)), None)
     if latest is not None and latest < next_at:
         latest = None
@@ -178,10 +178,10 @@ def _latest_due(schedule: ScheduleId, timing: Timing, next_at: Micros, now: Micr
 
 
 def _moved(timing: Timing, next_at: Micros) -> tuple[Micros, Micros | None]:
-    """Decides about an instant that the calendar does not have any more, because its time zone has got other rules.
-    Returns the first instant that is not decided, and the latest instant that is due. If the calendar now has the
-    instant at an earlier time, its run is stored at once. If the calendar has it at a later time, its run waits until
-    then."""
+    """Decides about an instant that the calendar does not have any more, because the rules of the time zone have
+    changed. Returns the first instant that is not decided, and the latest instant that is due. If the calendar now has
+    the instant at an earlier time, its run is stored at once. If the calendar has it at a later time, its run waits
+    until then."""
     before = next(calendar.until(timing, next_at), None)
     behind = calendar.following(timing, next_at)
     if behind is None or (before is not None and next_at - before < behind - next_at):

@@ -18,7 +18,7 @@ from shard.vocabulary import JobId, Micros, OrgId, QueueId, QueueName
 
 
 class NewRun(NamedTuple):
-    """A decided run. `previous`: the instant of the previous run, which the job of this run stores."""
+    """A decided run. `previous`: the instant of the previous run. The job of this run stores that instant."""
 
     schedule: ScheduleId
     name: ScheduleName
@@ -34,7 +34,7 @@ class NewRun(NamedTuple):
 class Advance(NamedTuple):
     """The changes to a schedule after some of its runs were decided. `last_at`: the instant of the latest run that is
     stored now and was due by the calendar. `run_at`: the instant of the latest run that is stored now, whatever its
-    cause. None: no such run is stored now. At most `buffered` runs wait."""
+    cause. `last_at` and `run_at` are None if no such run is stored now. `buffered`: how many runs wait at most."""
 
     schedule: ScheduleId
     next_at: Micros | None
@@ -115,7 +115,8 @@ async def _tell_all(connection: Connection, runs: Sequence[NewRun]) -> Sequence[
 
 
 async def _later(connection: Connection, new: NewRun) -> NewRun | None:
-    """Returns the skip without the instants at its beginning that have runs. None: all its instants have runs."""
+    """Returns the skip without its first instants, as far as they have runs. Returns None if all its instants have
+    runs."""
     through = new.run.through or new.run.at
     instants = takewhile(lambda at: at <= through, calendar.after(new.timing, new.run.at))
     while page := list(islice(instants, RUNS_KEPT)):

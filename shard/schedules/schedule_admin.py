@@ -289,7 +289,7 @@ class ScheduleAdmin:
     async def trigger(self, org: OrgId, name: ScheduleName, *, request: str | None, epoch: int) -> tuple[JobId, bool]:
         """Stores a run now, even if the schedule is paused, and without regard to its overlap policy. Returns the job
         of the run, and whether an earlier call with this `request`, a UUID, had stored that job. Raises
-        UnknownSchedule, and UnknownQueue if the queue of its jobs does not exist any more."""
+        UnknownSchedule, and UnknownQueue if the queue of the schedule's jobs does not exist any more."""
         return await self._in_turn(org, partial(self._trigger, org, name, request, epoch))
 
     async def _trigger(self, org: OrgId, name: ScheduleName, request: str | None, epoch: int) -> tuple[JobId, bool]:
@@ -445,8 +445,8 @@ class ScheduleAdmin:
         buffered: int,
         request: str | None = None,
     ) -> set[QueueId]:
-        """Stores runs of a locked schedule. Does not change its configuration. Returns the queues that got jobs. Raises
-        UnknownQueue."""
+        """Stores runs of a locked schedule. Does not change the configuration of the schedule. Returns the queues that
+        got jobs. Raises UnknownQueue."""
         schedule, now = found
         previous = schedule.last_at if runs[0].cause is RunCause.TRIGGER else None
         latest: Micros | None = None
@@ -499,7 +499,8 @@ class ScheduleAdmin:
     async def _make_queue(
         self, org: OrgId, template: Template, *, check: Callable[[Micros], Awaitable[None]] | None = None
     ) -> None:
-        """Makes the queue of the jobs, so that no firing has to make it. `check` is as in QueueIds.make."""
+        """Makes the queue of the jobs, so that no firing has to make it. `check` has the same meaning as for
+        QueueIds.make."""
         queue = QueueName(str(template["queue"]))
         if not await self._store.names.make([(org, queue)], check=check):
             raise TooManyQueues(self._database.name, org, [queue], queues_max=QUEUES_MAX)

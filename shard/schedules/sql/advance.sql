@@ -1,6 +1,6 @@
--- Advances schedules whose runs are stored. `runs_us`: the instant of the latest run that was stored now, of any cause.
--- `buffered`: the maximum number of buffered runs. If it is not 0, this statement counts the buffered runs, because
--- there may be fewer: a run that was to be buffered was not stored if its instant had a run before.
+-- Advances schedules whose runs are stored. `runs_us`: the instant of the latest run that was stored now, whatever its
+-- cause. `buffered`: the maximum number of buffered runs. If it is not 0, this statement counts the buffered runs,
+-- because there may be fewer: a run that was to be buffered was not stored if its instant had a run before.
 UPDATE windrow.schedule s
 SET
     next_at = timestamptz 'epoch' + n.next_us * interval '1 us',

@@ -1,4 +1,4 @@
--- Returns the positions of the given instants at which the given schedules have runs.
+-- Returns the positions, in the given arrays, of the instants at which the schedule already has a run.
 SELECT n.position
 FROM unnest(%(schedules)s::uuid[], %(ats_us)s::bigint[]) WITH ORDINALITY AS n (schedule_id, at_us, position)
 JOIN windrow.schedule_run r

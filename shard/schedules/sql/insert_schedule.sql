@@ -1,4 +1,4 @@
--- Stores a new schedule. No row: the org has a schedule of this name.
+-- Stores a new schedule. Returns no row if the org already has a schedule of this name.
 INSERT INTO windrow.schedule AS s (
     id, org_id, name, {{schedule_spec}}, {{template_columns}}, next_at, wake_at
 )

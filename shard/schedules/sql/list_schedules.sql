@@ -1,5 +1,6 @@
--- Returns a page of an org's schedules by name, without the payloads of their jobs, and the time. The page ends with
--- the schedule whose attributes fill bytes_max. `found` is the number of schedules without this limit.
+-- Returns a page of an org's schedules by name, without the payloads of their jobs, and the present time. The page ends
+-- with the schedule whose attributes fill `bytes_max`. `found`: how many schedules the page would have without this
+-- limit.
 SELECT {{schedule_record(s)}}, s.org, NULL::bytea AS payload, now() AS now, s.found
 FROM (
     SELECT

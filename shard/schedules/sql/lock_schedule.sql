@@ -1,4 +1,4 @@
--- Locks a schedule of an org whose slot this shard owns. Returns the schedule and the time.
+-- Locks a schedule of an org whose slot this shard owns. Returns the schedule and the present time.
 SELECT {{schedule_record(s)}}, o.org, s.payload, now() AS now
 FROM windrow.schedule s
 JOIN windrow.org o ON o.org_id = s.org_id

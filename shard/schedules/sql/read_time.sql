@@ -1,2 +1,2 @@
--- Returns the time of the transaction, by the clock by which schedules fire.
+-- Returns the time at which the transaction began, by the shard's clock. Schedules fire by this clock.
 SELECT now() AS now

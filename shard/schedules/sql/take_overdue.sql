@@ -1,5 +1,6 @@
--- Locks schedules that have undecided instants until now, or buffered runs. Returns schedules with ids after `behind`,
--- in the order of their ids. Leaves out schedules that are paused, and schedules of slots that this shard does not own.
+-- Locks schedules that have buffered runs, or undecided instants that have passed. Returns schedules with ids after
+-- `behind`, in the order of their ids. Leaves out schedules that are paused, and schedules of slots that this shard
+-- does not own.
 SELECT s.id::text, o.org, s.name, {{schedule_spec(s)}}, s.next_at, s.buffered, now() AS now
 FROM windrow.schedule s
 JOIN windrow.org o ON o.org_id = s.org_id
