@@ -1,1 +1,1 @@
-"""Finished jobs: hot days, cold days, retention, erasure."""
+"""Handles the finished jobs of one shard: turns days cold, drops and exports cold days, and erases orgs."""

@@ -67,7 +67,8 @@ class Day(NamedTuple):
     # The day as YYYY-MM-DD, and the day after it.
     first: str
     past: str
-    # Whether the day is finished and already has a cold partition as well. This happens if the clock went back.
+    # Whether this partition has finished jobs, and the day already has a partition of cold jobs as well. This happens
+    # if the clock was set back.
     cold_already: bool
     # Whether the CHECK constraint that repeats the partition's bounds is validated. None: the partition has no such
     # constraint.
@@ -164,23 +165,25 @@ async def drop_past_ids(database: Database) -> None:
 
 
 async def expire_dedup(database: Database) -> int:
-    """Forgets some dedup keys whose windows are over. Returns how many; 0 means that there are no more such keys."""
+    """Forgets some dedup keys whose windows are over. Returns how many keys were forgotten; 0 means that there are no
+    more such keys."""
     return await _run_step(database, statements.EXPIRE_DEDUP)
 
 
 async def expire_waiting(database: Database) -> int:
     """Cancels some jobs whose `expires_at` has passed, which have no valid lease, and which no claim has reached.
-    Returns how many."""
+    Returns how many jobs were cancelled."""
     return await _run_step(database, statements.EXPIRE_WAITING)
 
 
 async def retire_dead(database: Database, *, days: int) -> int:
-    """Cancels some jobs that have been dead for `days` days. Returns how many."""
+    """Cancels some jobs that have been dead for `days` days. Returns how many jobs were cancelled."""
     return await _run_step(database, statements.RETIRE_DEAD, days=days)
 
 
 async def expire_released(database: Database) -> int:
-    """Drops some held jobs whose orgs have been released from their legal hold. Returns how many. Raises InUse."""
+    """Drops some held jobs whose orgs are not under legal hold any more. Returns how many jobs were dropped. Raises
+    InUse."""
     async with _transaction(database, "cold_held", dropping=True) as connection:
         ((jobs,),) = await connection.run(statements.EXPIRE_RELEASED, {"rows": _ROWS})
         await connection.run(statements.FORGET_EMPTY_DAYS, {})
@@ -314,7 +317,7 @@ async def _transaction(database: Database, name: str, *, dropping: bool = False)
 async def _exclude(connection: Connection, name: str, parent: str) -> float:
     """Locks a partition and its parent exclusively until the transaction ends. Returns the time at which both were
     locked, by time.monotonic(). Raises InUse."""
-    # Lock the parent first, as the statements do that use the parent.
+    # Lock the parent first, because statements that use the parent lock it first, too.
     await _lock(connection, "ACCESS EXCLUSIVE", parent, name)
     return time.monotonic()
 

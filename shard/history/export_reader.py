@@ -3,8 +3,8 @@ an org.
 
 This module reads pages, each with a statement of its own. A single cursor would hold its snapshot for the whole time,
 and vacuum could not remove dead rows of the hot tables meanwhile. Rows of a cold day normally do not change. If rows
-appear or disappear nevertheless, the numbers of jobs show it. Reading takes no lock that an enqueue or an ack waits
-for.
+appear or disappear nevertheless, the caller notices this by the number of jobs. Reading takes no lock that an enqueue
+or an ack waits for.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from shard.vocabulary import Micros, OrgId
 
 _log = logging.getLogger(__name__)
 
-# Advisory locks. Any numbers will do, but they must be the same in every release.
+# The keys of advisory locks. Any numbers would do, but they must be the same in every release.
 _CHANGES_LOCK = 0x77696E64_706F6C63
 _HOLDS_LOCK = 0x77696E64_686F6C64
 

@@ -1,5 +1,5 @@
-"""Changes the retention of jobs that have already finished. They get the present retention of their queue, instead of
-the retention that applied when they finished.
+"""Changes the retention of jobs that have already finished. These jobs get the present retention of their queue,
+instead of the retention that applied when they finished.
 
 Jobs move from the partition of one retention to the partition of another retention, one day per transaction. Enqueues,
 acks and claims do not wait.

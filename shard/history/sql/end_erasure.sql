@@ -1,5 +1,5 @@
--- Closes the books of an org that is being erased, if the shard has nothing more of the org than the counts of its
--- expired jobs. Returns no row if the shard has more.
+-- Closes the books of an org that is being erased, if the counts of the org's expired jobs are all that the shard still
+-- has of the org. Returns no row if the shard has more.
 WITH closed AS MATERIALIZED (
     SELECT
     WHERE (SELECT coalesce(sum(t.accepted), 0) FROM windrow.tally t WHERE t.org_id = %(org_id)s)

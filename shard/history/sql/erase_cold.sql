@@ -1,6 +1,6 @@
--- Erases up to `rows` jobs of one cold day of an org that is being erased, and removes them from the books. If there
--- are no more jobs, removes the number that the books still show for that day. The condition on the day is a range of
--- times, so that Postgres plans for this partition only and locks no other partition.
+-- For an org that is being erased, erases up to `rows` jobs of one cold day, and removes these jobs from the books. If
+-- the day has no more jobs of the org, removes the number that the books still show for that day. The condition on the
+-- day is a range of times, so that Postgres plans for this partition only and locks no other partition.
 WITH gone AS (
     DELETE FROM windrow.cold c
     WHERE c.retention = %(retention)s

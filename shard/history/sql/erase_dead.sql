@@ -1,4 +1,5 @@
--- Erases up to `rows` dead jobs of an org that is being erased, and removes them from the books. Returns how many.
+-- Erases up to `rows` dead jobs of an org that is being erased, and removes them from the books. Returns how many jobs
+-- were erased.
 WITH gone AS (
     DELETE FROM windrow.dead j
     WHERE j.ctid = ANY (ARRAY(

@@ -1,5 +1,5 @@
--- Erases up to `rows` finished jobs of an org that is being erased, and removes them from the books. Returns how many.
--- Scans the whole table finished, which has only the jobs of the last few days.
+-- Erases up to `rows` finished jobs of an org that is being erased, and removes them from the books. Returns how many
+-- jobs were erased. Scans the whole table `finished`, which has only the jobs of the last few days.
 WITH gone AS (
     DELETE FROM windrow.finished f
     WHERE (f.tableoid, f.ctid) IN (

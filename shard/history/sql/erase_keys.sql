@@ -1,6 +1,6 @@
 -- Erases other rows of an org that is being erased: up to `rows` dedup keys, up to `wholes` schedules, and up to
--- `wholes` workflows, the schedules and workflows with all of their rows. Returns how many keys, schedules and
--- workflows it erased.
+-- `wholes` workflows. Schedules and workflows are erased with all of their rows. Returns how many keys, schedules and
+-- workflows were erased.
 WITH keys AS (
     DELETE FROM windrow.dedup d
     WHERE d.ctid = ANY (ARRAY(

@@ -1,4 +1,4 @@
--- Cancels up to `rows` jobs whose expires_at has passed and which have no valid lease. Claims cancel the expired jobs
+-- Cancels up to `rows` jobs whose `expires_at` has passed and which have no valid lease. Claims cancel the expired jobs
 -- that they reach; this statement cancels the expired jobs that no claim reaches.
 WITH ended AS (
     DELETE FROM windrow.job j

@@ -1,8 +1,9 @@
--- The partitions of `kind` (finished or cold) that are due, by retention and UTC day, the oldest first. A finished
--- partition is due when its day has been over for three hours. A cold partition is due when, in addition, its retention
--- has passed. To find a repeated id, an enqueue searches the jobs that finished later than two hours before the id was
--- made. Because a day turns cold only after three hours, an enqueue need not search the cold jobs for a new id. An
--- enqueue may repeat an id for seven days. `repeatable` adds a margin of three hours to these days.
+-- Returns the partitions of `kind` (`finished` or `cold`) that are due, the oldest first. Each partition has one
+-- retention and one UTC day. A finished partition is due when its day has been over for three hours. A cold partition
+-- is due when, in addition, its retention has passed. To find a repeated id, an enqueue searches the jobs that finished
+-- later than two hours before the id was made. Because a day turns cold only after three hours, an enqueue need not
+-- search the cold jobs for a new id. An enqueue may repeat an id for seven days. `repeatable` adds a margin of three
+-- hours to these days.
 SELECT
     c.relname, d.retention, to_char(d.day, 'YYYY-MM-DD'), to_char(d.day + 1, 'YYYY-MM-DD'),
     to_regclass('windrow.cold_' || d.retention || '_' || to_char(d.day, 'YYYYMMDD')) IS NOT NULL AS cold_already,

@@ -1,4 +1,4 @@
--- Whether jobs of this org are on their way to another shard.
+-- Returns a row if jobs of this org are on their way to another shard.
 SELECT
 FROM windrow.queue q
 JOIN windrow.departing d ON d.queue_id = q.queue_id

@@ -1,4 +1,4 @@
--- Whether a cold day has jobs of orgs under legal hold.
+-- Returns a row if a cold day has jobs of orgs under legal hold.
 SELECT
 FROM windrow.archived a
 JOIN windrow.org o ON o.org_id = a.org_id

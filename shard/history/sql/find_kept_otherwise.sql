@@ -1,7 +1,7 @@
 -- Returns days, each as its retention and its date. A day is returned if it has jobs of one of these queues, and its
--- retention is not the retention that was given for that queue. If `kind` is finished, the statement scans the jobs. If
--- it is cold, the statement reads the books, which do not tell queues apart. A day of jobs that are kept for a legal
--- hold (retention -1) is returned only if the retention of one of these queues is not over for that day: see
+-- retention is not the retention that was given for that queue. If `kind` is `finished`, the statement scans the jobs.
+-- If `kind` is `cold`, the statement reads the books, which do not tell queues apart. A day of jobs that are kept for a
+-- legal hold (retention -1) is returned only if the retention of one of these queues is not over for that day: see
 -- keep_cold.sql.
 WITH kept AS MATERIALIZED (
     SELECT q.queue_id, q.org_id, n.days

@@ -1,4 +1,5 @@
--- Other sessions that hold a lock on one of these tables. Autovacuum's sessions have no name.
+-- Returns the other sessions that hold a lock on one of these tables. A session without a name, such as one of
+-- autovacuum, gets its backend type as its name.
 SELECT DISTINCT a.pid, coalesce(nullif(a.application_name, ''), a.backend_type)
 FROM pg_locks l
 JOIN pg_stat_activity a ON a.pid = l.pid

@@ -1,2 +1,2 @@
--- The version of the policies that this shard has copied.
+-- Returns the version of the policies that this shard has copied.
 SELECT p.copied FROM windrow.policies p

@@ -1,4 +1,4 @@
--- Cancels up to `rows` jobs that have been dead for `days`.
+-- Cancels up to `rows` jobs that have been dead for `days` days.
 WITH ended AS (
     DELETE FROM windrow.dead d
     WHERE d.ctid = ANY (ARRAY(

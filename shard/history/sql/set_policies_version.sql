@@ -1,2 +1,2 @@
--- On the catalog: sets the version of the org policies to that of the shard from which they were copied.
+-- Sets the version of the org policies in the catalog to the version of the shard from which they were copied.
 UPDATE windrow.policies p SET changed = %(version)s
