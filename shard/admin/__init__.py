@@ -1,1 +1,2 @@
-"""What operators ask of one shard: queues, lists of jobs, counts, purge, redrive."""
+"""Operators' calls to one shard, about queues, lists of jobs, counts, purges and redrives, and the data that they
+use."""

@@ -1,4 +1,4 @@
-"""API keys in the catalog's database: how they are made, listed, revoked and found.
+"""Makes, lists, revokes and finds API keys in the catalog's database.
 
 A key is the text `wr_ID_SECRET`. The database has the SHA-256 of the secret only, so whoever reads the database cannot
 make calls. router/gate/auth decides who may do what with a key. The parameter `database` is always the catalog's
@@ -57,7 +57,7 @@ class StoredKey(NamedTuple):
 
 
 class FoundKeys(NamedTuple):
-    """Keys by id, and the number of revocations of any keys that the catalog had counted when the keys were read."""
+    """Keys by id, and how many revocations of keys the catalog had counted when these keys were read."""
 
     revocations: int
     keys: Mapping[str, StoredKey]
@@ -129,7 +129,7 @@ async def revoke(database: Database, key_id: str) -> ApiKey:
 
 
 async def find(database: Database, ids: Collection[str]) -> FoundKeys:
-    """Returns the keys that exist of those with these ids, from one snapshot."""
+    """Returns the keys with these ids, read from one snapshot. Leaves out keys that do not exist."""
     rows = await database.run(statements.FIND_API_KEYS, {"ids": arrays.plain(ids)})
     keys = {row[1]: StoredKey(bytes(row[2]), *row[3:]) for row in rows if row[1] is not None}
     return FoundKeys(rows[0][0], keys)

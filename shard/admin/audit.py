@@ -1,10 +1,10 @@
-"""The audit log: who changed what, when, and how it ended. The log is in the catalog's database, and the times are
-those of that database's clock.
+"""The audit log: who changed what, when, and how the change ended. The log is in the catalog's database, and the times
+are those of that database's clock.
 
 Each change has one row. The row is written before the change begins, and the outcome of the change is added to it
 afterwards. If the row cannot be written, the change must not be made. Reads of the whole cluster are counted, in one
 row for each minute, caller, method and outcome. The rows hold no payloads, no values of attributes and no secrets: the
-code that makes an entry leaves them out.
+code that makes an entry leaves all of these out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shard.vocabulary import Micros
 
 DAYS_DEFAULT = 90
 _DAYS_MAX = 3650
-# Upper bounds: for the bytes of all texts of an entry together, its request included, and for the bytes of a text that
+# Upper bounds for the bytes of all texts of an entry together, including the request, and for the bytes of a text that
 # `fit` has cut.
 ENTRY_BYTES_MAX = 1024
 _TEXT_BYTES_MAX = 200
@@ -86,8 +86,8 @@ class Entry(NamedTuple):
 def intent(
     *, principal: str, peer: str, method: str, org: str = "", queue: str = "", request: Mapping[str, object]
 ) -> Intent:
-    """Returns an intent with an id of its own. Cuts long texts, and leaves out the longest fields of a long request, so
-    that an entry has at most ENTRY_BYTES_MAX."""
+    """Returns an intent with a new id. Cuts long texts, and leaves out the longest fields of a long request, so that an
+    entry has at most ENTRY_BYTES_MAX."""
     texts = (str(uuid4()), fit(principal), fit(peer), method, org, queue)
     room = ENTRY_BYTES_MAX - sum(len(text.encode(errors="replace")) for text in texts)
     return Intent(*texts, _fitting(request, room))
@@ -131,12 +131,12 @@ def is_on(cluster: Cluster) -> bool:
 
 
 async def begin(catalog: Database, intents: Sequence[Intent]) -> None:
-    """Writes down the intents. Raises ShardUnavailable; then the caller must not make any of the changes."""
+    """Records the intents in the log. Raises ShardUnavailable; then the caller must not make any of the changes."""
     await catalog.run(statements.BEGIN_AUDIT, {"entries": _json(intents)})
 
 
 async def end(catalog: Database, ends: Sequence[End]) -> None:
-    """Writes down the outcomes. Raises ShardUnavailable."""
+    """Records the outcomes in the log. Raises ShardUnavailable."""
     await catalog.run(statements.END_AUDIT, {"ends": _json(ends)})
 
 
@@ -149,8 +149,8 @@ async def record_reads(catalog: Database, reads: Mapping[Read, int]) -> None:
 async def newest(
     catalog: Database, *, org: str | None, principal: str | None, method: str | None, since: Micros, limit: int
 ) -> list[Entry]:
-    """Returns the newest entries that match, the newest first. `method` matches every method whose name contains it.
-    Raises ShardUnavailable."""
+    """Returns the newest entries that match, the newest first. `method` matches every method whose name contains this
+    text. Raises ShardUnavailable."""
     rows = await catalog.run(
         statements.LIST_AUDIT,
         {"org": org, "principal": principal, "method": method, "since_us": since, "rows": limit},
@@ -159,7 +159,8 @@ async def newest(
 
 
 async def forget(catalog: Database, *, days: int) -> int:
-    """Deletes up to 1,000 entries that are older than `days`, and returns how many. Raises ShardUnavailable."""
+    """Deletes up to 1,000 entries that are older than `days` days. Returns how many entries were deleted. Raises
+    ShardUnavailable."""
     return len(await catalog.run(statements.FORGET_AUDIT, {"days": days}))
 
 

@@ -65,10 +65,10 @@ class Wanted:
 
     org: OrgId
     queue: QueueName | None = None
-    # Only jobs in this state. With a queue, a live state and no attributes, the list is in the order in which jobs will
-    # be claimed.
+    # List only jobs in this state. With a queue, a live state and no attributes, the list is in the order in which jobs
+    # will be claimed.
     state: JobState | None = None
-    # Used instead of `state`: jobs in any of these states, newest first.
+    # If this is not empty, it replaces `state`: jobs in any of these states are listed, the newest first.
     states: frozenset[JobState] = frozenset()
     kind: str = ""
     made_after: Micros | None = None
@@ -251,8 +251,8 @@ async def _newest_first(
     page_size: int,
 ) -> Page:
     now_ms = org_lookup.now // 1000
-    # A range that reaches further back than this is extended to the beginning, so that one statement reads all older
-    # days.
+    # A range that reaches further back than this time is extended to the beginning, so that one statement reads all
+    # older days.
     oldest_ms = now_ms - _DAY_MS if org_lookup.oldest_cold is None else org_lookup.oldest_cold // 1000
     first_id, below = wanted.first_id, wanted.past_id
     if after is not None:

@@ -25,8 +25,8 @@ async def set_limit(database: Database, key: LimitKey, *, amount: int, interval_
 
 
 async def clear(database: Database, key: LimitKey) -> bool:
-    """Removes a limit. Returns whether it was set. Also returns True if the statement ran before, its answer was lost,
-    and that earlier run may have removed the limit."""
+    """Removes a limit. Returns whether the limit was set. Also returns True if an earlier run of the statement, whose
+    answer was lost, may have removed the limit."""
     rows = await database.run(statements.CLEAR_LIMITS, _named(key))
     return bool(rows) or rows.ran_before
 

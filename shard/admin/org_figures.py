@@ -1,4 +1,4 @@
-"""How many jobs each org has on one shard, for a view over all orgs.
+"""Counts the jobs of each org on one shard, for a view over all orgs.
 
 The jobs are counted only when somebody asks for the figures and the last count is too old, because a count reads every
 unfinished job (docs/decisions/0043-orgs-are-counted-when-somebody-looks.md). The hot path keeps no counts.
@@ -24,7 +24,7 @@ _ORG = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,128}")
 
 
 class OrgSort(enum.StrEnum):
-    """The figure by which orgs are sorted, the largest first, or the name."""
+    """What orgs are sorted by: a figure, the largest first, or the name."""
 
     BACKLOG = "backlog"
     OLDEST = "oldest"

@@ -36,13 +36,13 @@ from shard.vocabulary import Micros, OrgId, QueueName, ShardName
 
 T = TypeVar("T")
 _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
-# Upper bounds: for the time that a scan for one org takes, so that other scans get their turn, and for the time that a
+# Upper bounds for the time that a scan for one org takes, so that other scans get their turn, and for the time that a
 # scan waits for its turn.
 _SCAN_S_MAX = 20.0
 _SCAN_WAIT_S_MAX = 60.0
 # Upper bounds for a count of work. _WORK_LANES_MAX bounds the lanes that a count reads; a queue has one lane for each
 # of its up to nine priorities. To find leased jobs, a count also reads jobs that become visible later. _WORK_LATER_MAX
-# bounds how many of these it reads in each lane.
+# bounds how many such jobs a count reads in each lane.
 _WORK_LANES_MAX = 100_000
 _WORK_LATER_MAX = 10_000
 # A count that only asks whether there is any work uses this bound instead of _WORK_LATER_MAX.
@@ -135,8 +135,8 @@ class OrgBooks(NamedTuple):
 
 
 class QueueAdmin:
-    """Administration of one shard. All methods may raise ShardUnavailable in addition to the errors that their
-    docstrings name.
+    """Administers one shard. All methods may raise ShardUnavailable in addition to the errors that their docstrings
+    name.
 
     Every method that changes jobs or queues raises ClockSetBack while `clock` knows that the shard's clock was set
     back. Without `clock`, no method raises ClockSetBack."""
@@ -322,8 +322,9 @@ class QueueAdmin:
         ahead: int = 0,
     ) -> int:
         """Puts up to `limit` dead jobs back, and returns how many. The jobs become due one after another, `gap_us`
-        apart. The first job becomes due after `ahead` times `gap_us`: earlier calls put back `ahead` jobs, which become
-        due before it. Raises UnknownQueue. If this raises ShardUnavailable, some jobs may have been put back."""
+        apart. The first job becomes due after `ahead` times `gap_us`: earlier calls have put back `ahead` jobs, which
+        become due before that job. Raises UnknownQueue. If this raises ShardUnavailable, some jobs may have been put
+        back."""
         parameters = {
             "org": org,
             "queue": queue,
@@ -367,7 +368,7 @@ class QueueAdmin:
         return [_counts(row) for row in rows]
 
     async def has_work(self, org: OrgId | None, queue: QueueName) -> bool:
-        """Returns whether a queue of the org (None: of any org) has jobs that are ready or leased. It may miss a leased
+        """Returns whether a queue of the org (None: of any org) has jobs that are ready or leased. May miss a leased
         job if 100 or more jobs of the same queue and priority become due before the lease ends."""
         parameters = _work_parameters(org, queue, jobs_max=1, later_max=_ANY_WORK_LATER_MAX)
         # This statement takes turns with short calls, and not with scans. So it never waits for a long count.

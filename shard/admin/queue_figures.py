@@ -19,7 +19,8 @@ _SHARES = 4
 
 
 class QueueFigures(NamedTuple):
-    """The figures of one queue, or of several together, in the order of the columns of read_queue_figures.sql."""
+    """The figures of one queue, or of several queues together, in the order of the columns of
+    read_queue_figures.sql."""
 
     # None: these are the figures of several queues.
     org: OrgId | None
@@ -33,7 +34,7 @@ class QueueFigures(NamedTuple):
     oldest_ready_s: float | None
 
     def plus(self, other: QueueFigures) -> QueueFigures:
-        """Returns the figures of both together, without the name of a queue."""
+        """Returns these figures combined with the figures of `other`, without the name of a queue."""
         ages = [age for age in (self.oldest_ready_s, other.oldest_ready_s) if age is not None]
         return QueueFigures(
             None,

@@ -1,6 +1,6 @@
 """Reads the jobs and the configuration of a shard that lost history, as they were at the point of recovery. Routers
-refuse the database of such a shard. `behind` is the last entry of the page before, or None. Each function returns the
-next page, which is empty after the last page.
+refuse the database of such a shard. Each function returns one page: the entries after `behind`, or the first entries if
+`behind` is None. After the last page, it returns an empty page.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Stray jobs: live, dead and exported jobs on a shard where nobody reads their slot. A shard that lost history has
-stray jobs if jobs moved away from it after the point of recovery: the restored database has them again
+"""Handles stray jobs: live, dead and exported jobs on a shard where nobody reads their slot. A shard that lost history
+has stray jobs if jobs moved away from it after the point of recovery: the restored database has these jobs again
 (docs/decisions/0028-a-shard-that-lost-history.md).
 
 This module has the steps that act on one database. balancer/recovery.py decides which job goes to which shard.
@@ -36,7 +36,7 @@ class Strays(NamedTuple):
     org: OrgId
     queue: QueueName
     ids: list[JobId]
-    # Rows of windrow.departing, as Postgres writes them.
+    # Rows of windrow.departing, in the text format of Postgres.
     jobs: str
 
 
@@ -132,7 +132,7 @@ async def read_unfinished(shard: Database, org: OrgId, queue: QueueName, *, behi
 
 
 async def delete_copies(shard: Database, org: OrgId, ids: Sequence[JobId]) -> int:
-    """Deletes these live and dead jobs of an org, which another shard knows. Returns how many it deleted."""
+    """Deletes these live and dead jobs of an org, which another shard knows. Returns how many jobs were deleted."""
     rows = await shard.run(statements.DELETE_COPIES, {"org": org, "ids": arrays.plain(ids)})
     return int(rows[0][0])
 

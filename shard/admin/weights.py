@@ -10,9 +10,9 @@ from shard.errors import TooManyWeights
 from shard.postgres.pool import Database
 from shard.vocabulary import OrgId
 
-# An upper bound, because routers read all weights when one weight has changed.
+# Upper bound for the number of weights, because routers read all weights when one weight has changed.
 WEIGHTS_MAX = 10_000
-# The weight of an org that has none of its own.
+# The weight of an org that has no weight of its own.
 WEIGHT_DEFAULT = 1.0
 
 

@@ -1,6 +1,6 @@
 -- Changes a queue's configuration: sets the settings that are given, and resets the settings that `reset` names.
 -- Without `draining`, this shard must own the slot, and the caller's epoch must not be older than the epoch since which
--- the shard owns it. With `draining`, the slot must be draining in the move of this epoch.
+-- the shard owns the slot. With `draining`, the slot must be draining in the move of this epoch.
 UPDATE windrow.queue AS q
 SET {{altered_settings(q)}}, listed = true
 FROM windrow.owned_slot s

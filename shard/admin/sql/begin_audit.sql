@@ -1,4 +1,4 @@
--- Writes down several changes that are about to be made.
+-- Records several changes in the audit log before they are made.
 INSERT INTO windrow.audit (id, principal, peer, method, org, queue, request)
 SELECT e.id, e.principal, e.peer, e.method, nullif(e.org, ''), nullif(e.queue, ''), e.request
 FROM jsonb_to_recordset(%(entries)s::jsonb)

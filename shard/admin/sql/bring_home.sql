@@ -20,7 +20,7 @@ WITH lane AS MATERIALIZED (
     CROSS JOIN LATERAL unnest(lane.jobs::windrow.departing[]) d
     -- If the stray copy of a job is blocked, but on this shard the job's node was released or has ended, the job
     -- becomes due now, because nothing else would release it. So the job runs again, like other jobs whose ends were
-    -- lost. If its node waits for a signal, the job waits for the signal again.
+    -- lost. If the job's node waits for a signal, the job waits for the signal again.
     LEFT JOIN LATERAL (
         SELECT n.is_signal, now() + CASE WHEN n.is_signal THEN coalesce(n.delay_us, 0) ELSE 0 END * interval '1 us' AS due
         FROM windrow.workflow w

@@ -1,6 +1,6 @@
 -- Counts an org's jobs with ids in a range, in all tables of this shard: live, dead, exported, finished and cold. With
 -- `with_ids`, also returns the ids of these jobs, 16 bytes each, for a caller that compares them with the ids of other
--- shards. If a condition is about the death of jobs, the caller asks only for the state dead
+-- shards. If a condition is about the death of jobs, the caller asks only for the state `dead`
 -- (shard/admin/job_counts.py). The statement is planned for each run, so that Postgres searches only the partitions
 -- from `since` on.
 SELECT

@@ -1,9 +1,10 @@
--- Counts every org's jobs, unless they were counted within the last max_age_us. A second session that runs this
--- statement at the same time waits for the first session, and then counts nothing. Only rows that change are written.
+-- Counts every org's jobs, unless they were counted within the last `max_age_us` microseconds. A second session that
+-- runs this statement at the same time waits for the first session, and then counts nothing. Only rows that change are
+-- written.
 --
--- A job that this shard has accepted, and that is neither live nor dead on it any more, has finished. So two counts
--- show how many jobs were stored between them, and how many jobs finished (the column `ended`). An org has a row as
--- soon as the shard has accepted a job of the org.
+-- A job that this shard has accepted, and that is neither live nor dead on this shard any more, has finished. So two
+-- counts show how many jobs were stored between them, and how many jobs finished (the column `ended`). An org has a row
+-- as soon as the shard has accepted a job of the org.
 WITH due AS (
     INSERT INTO windrow.org_figures_counted AS c (at, accepted_at) VALUES (now(), now())
     ON CONFLICT (only_row) DO UPDATE

@@ -1,5 +1,5 @@
--- Counts the work of one queue of an org or, if the org is NULL, of all orgs' queues with that name. The work is the
--- jobs that a consumer would get now, and the jobs that are leased. Ready jobs of paused queues, jobs that wait for a
+-- Counts the work of one queue of an org or, if the org is NULL, of all orgs' queues with that name. The work consists
+-- of the jobs that a consumer would get now, and of the leased jobs. Ready jobs of paused queues, jobs that wait for a
 -- group slot, and jobs that are set aside do not count. The count stops at `jobs_max`. The statement steps in the ready
 -- index from each lane that has jobs to the next lane. In that index, leased jobs are among the jobs that become
 -- visible later. In each lane, the statement reads at most `later_max` jobs that become visible later, the earliest

@@ -9,7 +9,7 @@ WITH made AS (
     JOIN windrow.queue_name n ON n.queue = %(queue)s
     JOIN windrow.owned_slot s ON s.slot = o.slot
     WHERE o.org = %(org)s AND s.state = 'owned' AND s.epoch <= %(epoch)s
-    -- See insert_queues.sql.
+    -- For FOR SHARE, see insert_queues.sql.
     FOR SHARE OF o
     ON CONFLICT DO NOTHING
     RETURNING q.queue, q.created_at, {{effective_settings(q)}}

@@ -1,6 +1,6 @@
--- Deletes these jobs of an org if they are live or dead on this shard. Another shard has each of them too. Returns how
--- many it deleted. Does not cancel them: if the slot comes back to this shard, a lookup would find the cancelled record
--- instead of the job itself.
+-- Deletes these jobs of an org if they are live or dead on this shard. Another shard has each of these jobs, too.
+-- Returns how many jobs were deleted. Does not cancel the jobs: if the slot came back to this shard, a lookup would
+-- find the record of the cancelled job instead of the job itself.
 WITH live AS (
     DELETE FROM windrow.job j
     WHERE j.id = ANY (%(ids)s::uuid[])

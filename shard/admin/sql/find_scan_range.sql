@@ -1,9 +1,10 @@
 -- Finds the range of ids that a search by conditions reads next. The search goes from new ids to old ids. `newest` is
 -- the upper end of the range, and `end_id` the lower end. In this range each table has at most about `rows` jobs of the
--- org. `end_id` is NULL if no table has more than `rows` jobs of the org whose ids are at least from_id. `newest` is
--- NULL if no table has a job of the org. Other orgs may have millions of jobs between from_id and before_id. The search
--- reads only the range that this statement finds, and so skips most of those jobs. No job of the range finished before
--- the time `since`. The statement is planned for each run, so that Postgres reads only the partitions from `since` on.
+-- org. `end_id` is NULL if no table has more than `rows` jobs of the org whose ids are at least `from_id`. `newest` is
+-- NULL if no table has a job of the org. Other orgs may have millions of jobs between `from_id` and `before_id`. The
+-- search reads only the range that this statement finds, and so skips most of those jobs. No job of the range finished
+-- before the time `since`. The statement is planned for each run, so that Postgres reads only the partitions from
+-- `since` on.
 WITH part AS (
     SELECT
         CASE

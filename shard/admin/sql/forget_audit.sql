@@ -1,4 +1,4 @@
--- Deletes up to 1,000 entries that are older than `days`, the oldest first.
+-- Deletes up to 1,000 entries that are older than `days` days, the oldest first.
 DELETE FROM windrow.audit a
 WHERE a.id = ANY (ARRAY(
     SELECT o.id

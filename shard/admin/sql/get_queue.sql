@@ -1,4 +1,4 @@
--- One queue and its configuration.
+-- Returns one queue with its configuration.
 SELECT q.queue, q.created_at, {{effective_settings(q)}}
 FROM windrow.queue q
 WHERE q.org = %(org)s AND q.queue = %(queue)s

@@ -1,4 +1,4 @@
--- Whether a queue has live, dead or exported jobs on this shard.
+-- Returns whether a queue has live, dead or exported jobs on this shard.
 SELECT
     EXISTS (SELECT FROM windrow.job j WHERE j.queue_id = q.queue_id)
     OR EXISTS (SELECT FROM windrow.dead d WHERE d.queue_id = q.queue_id)

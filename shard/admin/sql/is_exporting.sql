@@ -1,4 +1,4 @@
--- Whether jobs of a queue are on their way from this shard to another shard.
+-- Returns whether jobs of a queue are on their way from this shard to another shard.
 SELECT EXISTS (
     SELECT
     FROM windrow.queue q

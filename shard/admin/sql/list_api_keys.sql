@@ -1,4 +1,4 @@
--- All API keys, the newest first.
+-- Returns all API keys, the newest first.
 SELECT
     k.id, k.org, k.scopes, k.name, k.created_at, k.expires_at, k.revoked_at, k.last_used,
     coalesce(k.expires_at <= now(), false) AS expired

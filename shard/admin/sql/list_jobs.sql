@@ -1,8 +1,8 @@
--- One page of an org's jobs with ids in a range, newest id first, from all tables of this shard: live, dead, exported,
--- finished and cold. The page ends with the job that fills bytes_max. `found` is the number of jobs without this limit.
--- The large columns of a job count with their sizes. Its other columns together have less than 1 KiB, and count as 1
--- KiB. The statement reads the newest jobs of each table, which an index finds. The statement is planned for each run,
--- so that Postgres searches only the partitions from `since` on.
+-- Returns one page of an org's jobs with ids in a range, the newest id first, from all tables of this shard: live,
+-- dead, exported, finished and cold. The page ends with the job that fills `bytes_max`. `found`: how many jobs the page
+-- would have without this limit. The large columns of a job count with their sizes. Its other columns together have
+-- less than 1 KiB, and count as 1 KiB. The statement reads the newest jobs of each table, which an index finds. The
+-- statement is planned for each run, so that Postgres searches only the partitions from `since` on.
 SELECT
     p.id::text, p.queue, p.state, p.priority, p.enqueued_at, p.run_at, p.expires_at, p.attempt,
     coalesce(p.max_attempts, p.queue_max_attempts) AS max_attempts,

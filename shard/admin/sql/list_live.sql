@@ -1,7 +1,7 @@
--- One page of a queue's blocked, scheduled, ready or leased jobs, including exported jobs, in the order in which they
--- will be claimed. The page ends with the job that fills bytes_max. `found` is the number of jobs without this limit.
--- The large columns of a job count with their sizes. Its other columns together have less than 1 KiB, and count as 1
--- KiB.
+-- Returns one page of a queue's blocked, scheduled, ready or leased jobs, including exported jobs, in the order in
+-- which they will be claimed. The page ends with the job that fills `bytes_max`. `found`: how many jobs the page would
+-- have without this limit. The large columns of a job count with their sizes. Its other columns together have less than
+-- 1 KiB, and count as 1 KiB.
 SELECT
     p.id::text, p.queue, %(state)s::text AS state, p.priority, p.enqueued_at, p.run_at, p.expires_at, p.attempt,
     coalesce(p.max_attempts, p.queue_max_attempts) AS max_attempts,

@@ -27,7 +27,7 @@ WITH here AS MATERIALIZED (
         END AS figure
     FROM windrow.org o
     LEFT JOIN counted ON true
-    -- Orgs that are being erased have no slot. A slot that has left this shard has the state draining for ever. This
+    -- Orgs that are being erased have no slot. A slot that has left this shard has the state `draining` for ever. This
     -- shard lists an org of such a slot only if it has jobs of the org. The shard to which the slot's new jobs are
     -- written lists all orgs of the slot.
     JOIN here ON here.slot = o.slot

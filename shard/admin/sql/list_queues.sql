@@ -1,4 +1,4 @@
--- One page of an org's queues, by name.
+-- Returns one page of an org's queues, ordered by name.
 SELECT q.queue, q.created_at, {{effective_settings(q)}}
 FROM windrow.queue q
 WHERE q.org = %(org)s AND q.queue > %(after)s

@@ -1,8 +1,8 @@
--- Counts every queue's jobs, unless they were counted within the last max_age_us. Keeps the figures of each of the
--- named_max largest queues, and the sums of all other queues. One org gets more than `share` of these named_max queues
--- only if the other orgs have too few queues. A second session that runs this statement at the same time waits for the
--- first session, and then counts nothing. In that session `due` has no row, and Postgres computes `figures` only for a
--- row that is changed.
+-- Counts every queue's jobs, unless they were counted within the last `max_age_us` microseconds. Keeps the figures of
+-- each of the `named_max` largest queues, and the sums of all other queues. One org gets more than `share` of these
+-- `named_max` queues only if the other orgs have too few queues. A second session that runs this statement at the same
+-- time waits for the first session, and then counts nothing. In that session `due` has no row, and Postgres computes
+-- `figures` only for a row that is changed.
 WITH due AS MATERIALIZED (
     -- Lock first. An UPDATE alone would compute `figures` before it waits for the row. If the time of the last count is
     -- in the future, the clock was set back after that count.

@@ -1,4 +1,4 @@
--- The ids of a queue's live and dead jobs that are greater than `behind`, in ascending order.
+-- Returns the ids of a queue's live and dead jobs that are greater than `behind`, in ascending order.
 SELECT there.id::text
 -- OFFSET 0 makes Postgres find the queue by its name, never by a scan of all queues.
 FROM (SELECT q.queue_id FROM windrow.queue q WHERE q.org = %(org)s AND q.queue = %(queue)s OFFSET 0) q

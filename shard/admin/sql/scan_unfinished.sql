@@ -1,6 +1,6 @@
--- The live, dead and departing jobs of this shard whose ids are greater than `behind`, in the order of their ids. A job
--- that a consumer had leased counts as leased, even if its lease has expired. Returns NULL as the name of an org that
--- is being erased.
+-- Returns the live, dead and departing jobs of this shard whose ids are greater than `behind`, in the order of their
+-- ids. A job that a consumer had leased counts as leased, even if its lease has expired. Returns NULL as the name of an
+-- org that is being erased.
 SELECT u.id::text, CASE WHEN q.slot >= 0 THEN q.org END AS org, q.queue, u.state
 FROM (
     SELECT t.*

@@ -1,4 +1,4 @@
--- Sets a limit, and notifies all routers. Returns no row if the cluster already has limits_max limits.
+-- Sets a limit, and notifies all routers. Returns no row if the cluster already has `limits_max` limits.
 WITH version AS (
     -- The UPDATE locks the row, so versions are committed in ascending order. A version is at least the time in
     -- microseconds. So a catalog that was restored from a backup gets newer versions than the versions that shards

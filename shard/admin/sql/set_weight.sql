@@ -1,4 +1,4 @@
--- Sets the weight of an org, and notifies all routers. NULL removes the weight. Returns no row if weights_max orgs
+-- Sets the weight of an org, and notifies all routers. NULL removes the weight. Returns no row if `weights_max` orgs
 -- already have a weight.
 WITH version AS (
     -- The UPDATE locks the row, so versions are committed in ascending order. A version is at least the time in
