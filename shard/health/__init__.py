@@ -1,1 +1,1 @@
-"""The doctor: facts about a server, and what they mean."""
+"""The doctor: reads facts about a server, and judges them."""

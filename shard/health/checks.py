@@ -27,11 +27,11 @@ _WAL_KEPT_MAX = 10 * _GB
 # Autovacuum vacuums windrow.job, the table of live jobs, at 20,000 dead rows. The limit is ten times that number.
 _DEAD_ROWS_MAX = 200_000
 _ROWS_NEVER_ANALYZED_MAX = 100_000
-# Limits for the unused bytes of windrow.job or of one of its indexes: a number of bytes, and a share of all its bytes.
-# Both must be reached.
+# Limits for the unused bytes of windrow.job or of one of its indexes: a number of bytes, and a share of all bytes. Only
+# if both limits are reached, there is a finding.
 _UNUSED_NOTICED = 64 * _MB, 0.5
 _UNUSED_WARNED = 1 * _GB, 0.75
-# Postgres refuses writes some three million transactions before 2^31.
+# Postgres refuses writes about three million transactions before 2^31.
 _AGE_WARNED = 1_000_000_000
 _AGE_CRITICAL = 1_600_000_000
 
@@ -66,7 +66,7 @@ def judge(facts: Facts, *, held_s: float = _MINUTE_S) -> list[Finding]:
         *judge_checkpoints(facts.checkpoints, settings["max_wal_size"], server),
         *judge_tables(facts.tables),
         *judge_room(facts.tables, facts.indexes),
-        # If there are no tables, report that instead of missing partitions.
+        # If there are no tables, report this fact instead of missing partitions.
         *(judge_partitions(facts.missing) if facts.tables else [_NO_SHARD]),
     ]
     return sorted(found, key=lambda finding: -finding.severity)

@@ -176,7 +176,7 @@ class MissingPartition(NamedTuple):
 
     name: str
     retention: int
-    # None: it is the partition of a whole retention, which has a partition for each day.
+    # None: the partition is that of a whole retention, which itself has a partition for each day.
     first: str | None
     past: str | None
 
@@ -193,7 +193,7 @@ class Facts:
     clock: Clock
     # Empty for a database that holds only the catalog, or nothing of Windrow.
     missing: Sequence[MissingPartition]
-    # The server's error if it cannot write to its disk. None: it can.
+    # The server's error if it cannot write to its disk. None: the server can write.
     disk_full: str | None = None
 
 

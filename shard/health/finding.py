@@ -1,4 +1,4 @@
-"""What is wrong with a shard's Postgres, and the SQL that fixes it."""
+"""Describes what is wrong with a shard's Postgres, and makes the SQL that fixes it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Severity(enum.IntEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     severity: Severity
-    # One stable word for scripts.
+    # One word on which scripts may rely.
     about: str
     what: str
     why: str

@@ -13,7 +13,7 @@ from shard.health.finding import Finding, Severity, comment, literal, system
 _MB = 1024**2
 _GB = 1024**3
 _MINUTE_S = 60.0
-# With fewer requested checkpoints, nothing is reported: so few prove nothing.
+# With fewer requested checkpoints, nothing is reported, because so few checkpoints prove nothing.
 _CHECKPOINTS_MIN = 5
 
 
@@ -31,7 +31,7 @@ def _is(*values: str) -> Callable[[Setting], bool]:
 
 
 def _between(least: float, most: float) -> Callable[[Setting], bool]:
-    """Matches the values from `least` to `most`, both included, as wrong."""
+    """Returns a function that says whether a value is wrong: whether it is from `least` to `most`, both included."""
     return lambda setting: least <= setting.number <= most
 
 

@@ -1,5 +1,5 @@
-"""A few signs that a shard needs an operator, for the metrics of routers. Reading them is cheap; `windrow doctor` reads
-more, and says what to do (shard/health/facts.py)."""
+"""Reads a few signs that a shard needs an operator, for the metrics of routers. Reading these signs is cheap; `windrow
+doctor` reads more, and says what to do (shard/health/facts.py)."""
 
 from __future__ import annotations
 

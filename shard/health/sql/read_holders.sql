@@ -1,5 +1,5 @@
--- Everything that prevents Postgres from removing WAL or the dead rows of this database. The oldest comes first. A time
--- is NULL if it is unknown or if this role may not see it.
+-- Returns everything that prevents Postgres from removing WAL or the dead rows of this database, the oldest first. A
+-- time is NULL if it is unknown or if this role may not see it.
 SELECT
     'process' AS kind, a.pid::text AS name, a.pid, a.usename::text AS role, coalesce(nullif(a.application_name, ''), a.backend_type)
         AS application, host(a.client_addr) AS client, a.state, a.wait_event_type || ' ' || a.wait_event AS waits_for,
@@ -34,7 +34,7 @@ SELECT
 FROM pg_replication_slots s
 JOIN pg_roles r ON r.rolname = current_user
 UNION ALL
--- A standby that uses a slot is not listed as a standby, because its snapshot is that of the slot.
+-- A standby that uses a slot is not listed as a standby, because the slot holds its snapshot.
 SELECT
     'standby', coalesce(nullif(b.application_name, ''), b.pid::text), b.pid, b.usename::text, NULL, host(b.client_addr), b.state,
     NULL, NULL, NULL, age(b.backend_xmin), NULL, NULL, false

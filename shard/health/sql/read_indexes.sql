@@ -1,5 +1,5 @@
--- The indexes of the table job, and every invalid index. Each has its size, and the width of an entry including the
--- header and the line pointer.
+-- Returns the indexes of the table `job`, and every invalid index. Each row has the size of the index, and the width of
+-- one entry, including the header and the line pointer.
 SELECT
     quote_ident(i.relname), quote_ident(t.relname), coalesce(pg_relation_size(i.oid), 0) AS bytes, x.indisvalid,
     (

@@ -1,5 +1,5 @@
--- The server and this database: version, size, connections, the age of the oldest transaction ids, and what this role
--- may see. Names are quoted for use in SQL.
+-- Returns facts about the server and this database: version, size, connections, the age of the oldest transaction ids,
+-- and what this role may see. Names are quoted for use in SQL.
 SELECT
     split_part(current_setting('server_version'), ' ', 1) AS version, current_setting('server_version_num')::integer,
     quote_ident(d.datname), quote_ident(current_user), pg_database_size(d.oid),

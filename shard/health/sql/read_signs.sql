@@ -1,8 +1,8 @@
--- The signs that a shard needs an operator. The first three signs are times in seconds, and 0 if nothing is wrong. The
--- first sign is for how long the oldest snapshot has been held (without pg_read_all_stats, only sessions of this role
--- are seen). The second sign is how late the most overdue schedule is. The third sign is how late the archiver is: the
--- time since the oldest overdue day of finished jobs should have turned cold, or should have been dropped
--- (find_days.sql). The last two signs are the age of the oldest transaction ids, and the share of the server's
+-- Returns the signs that a shard needs an operator. The first three signs are times in seconds, and 0 if nothing is
+-- wrong. The first sign is for how long the oldest snapshot has been held (without pg_read_all_stats, only sessions of
+-- this role are seen). The second sign is how late the most overdue schedule is. The third sign is how late the
+-- archiver is: the time since the oldest overdue day of finished jobs should have turned cold, or should have been
+-- dropped (find_days.sql). The last two signs are the age of the oldest transaction ids, and the share of the server's
 -- connections that is used.
 SELECT
     coalesce(extract(epoch FROM clock_timestamp() - least(

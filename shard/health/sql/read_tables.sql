@@ -1,5 +1,5 @@
--- The tables of schema windrow. Each partition is listed by itself; partitioned tables are listed too, because they may
--- have no partitions.
+-- Returns the tables of the schema `windrow`. Each partition has a row of its own. Partitioned tables have rows too,
+-- because they may have no partitions.
 SELECT
     quote_ident(c.relname) AS name,
     -- The partitioned table to which a partition belongs, or the table itself.
@@ -11,7 +11,7 @@ SELECT
     coalesce(s.n_dead_tup, 0) AS dead_rows,
     coalesce(pg_table_size(c.oid), 0) AS bytes, coalesce(pg_relation_size(c.oid), 0) AS heap_bytes,
     coalesce(pg_indexes_size(c.oid), 0) AS index_bytes,
-    -- Only for the table job: the width of a row including its header and line pointer, from the statistics.
+    -- Only for the table `job`: the width of a row including its header and line pointer, from the statistics.
     CASE WHEN c.relname = 'job' THEN (
         SELECT sum(w.avg_width * (1 - w.null_frac)) + 28 FROM pg_stats w WHERE w.schemaname = 'windrow' AND w.tablename = 'job'
     ) END::float8 AS row_bytes,
