@@ -101,9 +101,9 @@ async def read(cluster: Cluster) -> list[Policy]:
 
 
 async def apply_to_past(cluster: Cluster, org: OrgId, *, say: Callable[[str], None]) -> int:
-    """For each queue of the org, applies the queue's present retention to its finished jobs. Returns how many jobs had
-    another retention before. `say` is called with a text for each shard. Raises AnotherArchives, ShardError; if it is
-    interrupted, call it again.
+    """Applies the present retention of each of the org's queues to the finished jobs of the queue. Returns how many
+    jobs had another retention before. `say` is called with a text for each shard. Raises AnotherArchives, ShardError.
+    If the call is interrupted, repeat it.
     """
     jobs = 0
     async with _every(cluster) as (catalog, shards):
@@ -133,7 +133,7 @@ async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None], era
     """Erases everything that the cluster's databases store about an org, and the org's jobs in the archiver's exports.
     Also ends the interrupted erasures of other orgs, but only in the databases: no shard knows the names of these orgs
     any more, so their jobs in the exports stay. `say` is called with texts about the progress. Raises LegallyHeld,
-    OrgMoves, AnotherArchives, ShardError, ExportFailed; if it is interrupted, call it again. `erasure_id`: a UUID;
+    OrgMoves, AnotherArchives, ShardError, ExportFailed. If the call is interrupted, repeat it. `erasure_id`: a UUID;
     default: a new one. If an earlier call had the same `erasure_id`, the receipt also has what the shards erased in
     that call."""
     erasure_id = erasure_id or str(uuid.uuid4())

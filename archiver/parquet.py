@@ -1,5 +1,5 @@
-"""The export format: a day of jobs as a Parquet file, and its manifest. Reads and writes both. docs/export.md describes
-the format; columns may be added, but existing columns stay as they are.
+"""Reads and writes the export format: a day of jobs as a Parquet file, and the file's manifest. docs/export.md
+describes the format; columns may be added, but existing columns stay as they are.
 
 This module knows nothing about Postgres. It holds one row group in memory at a time.
 """
@@ -37,7 +37,7 @@ _SMALL = {"priority", "attempt", "max_attempts"}
 
 
 def _column(name: str, of: Any) -> Any:
-    """Returns the Parquet column for a field of ColdJob with this type."""
+    """Returns the Parquet column for the field `name` of ColdJob, which has the type `of`."""
     inner = [one for one in get_args(of) if one is not NoneType]
     (plain,) = inner or [of]
     # The types of org names, queue names and ids are `NewType`s of `str`.

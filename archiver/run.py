@@ -51,11 +51,11 @@ class Pass:
     dead_jobs_cancelled: int = 0
     # How many jobs that a legal hold had kept were dropped after the hold had ended.
     released_jobs_dropped: int = 0
-    # How many erasures ended in this pass. They had begun before it.
+    # How many erasures ended in this pass. All of them had begun before the pass.
     erased: int = 0
-    # Tables of days, of held jobs or of old ids that could not be changed, because another session held a lock or
-    # because another object depends on the table. Each text names the object, or the session if it is known. The next
-    # pass tries again.
+    # Texts about tables (of days, of held jobs or of old ids) that could not be changed, because another session held a
+    # lock or because another object depends on the table. A text names the object, or the session if it is known. The
+    # next pass tries again.
     in_use: list[str] = field(default_factory=list[str])
     # Days that could not be exported, and why. These days are not dropped.
     not_exported: list[str] = field(default_factory=list[str])

@@ -42,7 +42,7 @@ class Schedule:
         return cls(text=text, interval=interval, zone=zone)
 
     def after(self, moment: datetime) -> datetime:
-        """Returns the next time after this one, in UTC. `moment` must have a time zone."""
+        """Returns the next time after `moment`, in UTC. `moment` must have a time zone."""
         if self.interval is not None:
             return (moment + self.interval).astimezone(UTC)
         return next(CronSim(self.text, moment.astimezone(self.zone))).astimezone(UTC)

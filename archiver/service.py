@@ -36,7 +36,8 @@ async def archive(
     `listener` is called after each pass of a shard. A shard whose pass takes long, for example because its exports are
     slow, does not delay the passes of other shards. If the schedule names a time while a shard's pass still runs, the
     shard's next pass begins right after that pass."""
-    # This machine's clock decides when to start a pass. The shard's clock decides what that pass must do (I8).
+    # This machine's clock decides when to start a pass. The shard's clock decides what that pass must do (invariant
+    # I8).
     last = datetime.now(UTC)
     await _check_export(cluster)
     following, stopped = (
@@ -44,8 +45,8 @@ async def archive(
         asyncio.create_task(stop.wait()),
     )
     loop = asyncio.get_running_loop()
-    # The shards whose passes are due, and the passes that are under way. `None` stands for the deletion of old entries
-    # of the audit log.
+    # The shards whose passes are due, and the passes that run now. `None` stands for the deletion of old entries of the
+    # audit log.
     due: set[ShardName | None] = set()
     under_way: dict[ShardName | None, asyncio.Task[None]] = {}
     try:

@@ -28,8 +28,8 @@ from shard.vocabulary import JobId, Micros, OrgId, QueueName, ShardName, Slot
 
 _T = TypeVar("_T")
 
-# How long before the point of recovery the first entry is that is read from the audit log. The clocks of the catalog
-# and of the shard may differ, and a change is recorded before it is made.
+# The audit log is read from _MARGIN_US before the point of recovery on, because the clocks of the catalog and of the
+# shard may differ, and because a change is recorded before it is made.
 _MARGIN_US = 60_000_000
 _ENTRIES_MAX = 100_000
 _SLOTS_AT_ONCE = 1000

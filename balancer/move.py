@@ -35,7 +35,7 @@ class Pace:
     """How much load a move may put on its two shards. By default, a move uses one connection for a quarter of the time,
     in steps so short that no other session waits long."""
 
-    # Upper bounds for one chunk. Its jobs are invisible from the export until the import.
+    # Upper bounds for one chunk. The jobs of a chunk are invisible from the export until the import.
     rows_max: int = 1_000
     bytes_max: int = 4 * 1024 * 1024
     jobs_per_s_max: float = math.inf
@@ -87,7 +87,8 @@ class Mover:
         # writer yet. Another Mover may have left the move in this state, so the value is True until the first step has
         # read the state.
         self._closed = True
-        # Whether this process has deleted the schedules and workflows on the source. The target has them then.
+        # Whether this process has deleted the schedules and workflows on the source. At that time, the target has
+        # copies of both.
         self._cleared = False
         self._moved = 0
         self._remaining: Sequence[Remaining] = ()

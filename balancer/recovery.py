@@ -197,9 +197,10 @@ async def accept(
     runs_again: bool = False,
 ) -> list[str]:
     """Lets the shard serve again without what it lost. To do so, tells the shard which slots have left it and which
-    have come to it, skips the runs of schedules that it may have stored before, and begins a new history. With
-    `runs_again`, these runs are stored instead, as after an outage. Returns sentences that say what was done with
-    moves, jobs and schedules. Raises ShardUnavailable, Misconfigured; it may then be called again."""
+    have come to it, skips the runs of schedules that the shard may have stored before the loss, and begins a new
+    history. With `runs_again`, these runs are stored instead, as after an outage. Returns sentences that say what was
+    done with moves, jobs and schedules. Raises ShardUnavailable, Misconfigured. After an error, the call may be
+    repeated."""
     shard = shards[loss.shard]
     await schema.migrate(shard, cluster=cluster)
     confirmed = await marks.confirmed(catalog_database, loss.shard)
@@ -247,7 +248,7 @@ async def _delete_copies(
 
     A slot may have left the shard since the backup and have come back, or be on its way back. The backup then holds
     jobs that left with the slot, and the shard would lease them again. Jobs that another shard knows are deleted; jobs
-    that no other shard knows stay. Returns how many were deleted. Raises ShardUnavailable, Misconfigured."""
+    that no other shard knows stay. Returns how many jobs were deleted. Raises ShardUnavailable, Misconfigured."""
     shard, databases = shards[lost], ExaminedDatabases(shards, catalog_database, cluster=cluster)
     # Leave out slots that are leaving the shard: `_repair_move` makes their jobs stray.
     read_there = [
@@ -321,7 +322,7 @@ async def recover(
     """Moves the stray jobs of a shard to where their orgs live. If the shard where the org lives, or a former owner,
     knows a job already, the stray copy is deleted instead. With `older`, also handles jobs whose ids were made more
     than 7 days ago; other shards may have forgotten that such a job has run. `report` is called with the number of jobs
-    handled so far. Raises ShardUnavailable, Misconfigured; it may then be called again."""
+    handled so far. Raises ShardUnavailable, Misconfigured. After an error, the call may be repeated."""
     databases = ExaminedDatabases(shards, catalog_database, cluster=cluster)
     shard = await databases.at(name)
     known = await catalog.read(catalog_database)

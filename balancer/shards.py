@@ -1,5 +1,5 @@
-"""The databases that moves use: the catalog's, and those of all shards that may be changed. Each one is checked only
-when it is needed."""
+"""The databases that moves use: the catalog's, and those of all shards that may be changed. Each database is checked
+only when it is needed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Shards:
             return error
 
     async def check_usable(self, name: ShardName) -> bool:
-        """Returns whether a shard answers and its schema is up to date. Logs when this changes."""
+        """Returns whether a shard answers and its schema is up to date. Logs each change of the answer."""
         try:
             await self._admit(name)
         except ShardError as error:

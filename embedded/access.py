@@ -1,6 +1,6 @@
 """Gives access to a cluster: keeps passwords.json (mode 600), and creates Windrow's role and database.
 
-Passwords are never logged, and every connection needs one.
+Passwords are never logged, and every connection needs a password.
 """
 
 import json

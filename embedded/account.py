@@ -91,6 +91,6 @@ def run(command: Sequence[str | Path], *, account: Account | None, timeout_s: fl
 
 
 def can_enter(folder: Path, account: Account | None) -> bool:
-    """Returns whether the account can traverse `folder`. Lets a process try it, because the modes of the folders alone
-    do not show this."""
+    """Returns whether the account can traverse `folder`. Starts a process that tries this, because the modes of the
+    folders alone do not show it."""
     return run(["/bin/sh", "-c", 'cd -- "$1"', "sh", folder], account=account)[0]

@@ -59,8 +59,8 @@ def find_binaries(folder: Path | None = None, *, major: int | None = None, copie
 
     If `folder` or WINDROW_PG_BIN is set, no other place is tried: a test against one version must not silently run on
     another version. `major`: accept only that version. If this process is root and the server's account cannot reach
-    the wheel's programs, they are copied once into `copies` (default: "binaries" beside the default root). Raises
-    BinariesNotFound.
+    the wheel's programs, the programs are copied once into `copies` (default: "binaries" beside the default root).
+    Raises BinariesNotFound.
     """
     account = server_account()
     copies = copies or default_root().parent / "binaries"

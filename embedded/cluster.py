@@ -1,8 +1,8 @@
 """One PostgreSQL server on this machine, with a database for Windrow. A Cluster owns the server's folder and process.
 
 All state is in the folder: port, passwords and data. So any later process can use the cluster again. The server listens
-only on 127.0.0.1, requires a password, and never runs as root. A folder has at most one owner, a process, at a time.
-Windows is not supported.
+only on 127.0.0.1, requires a password, and never runs as root. At most one process at a time owns a folder. Windows is
+not supported.
 
     <folder>/cluster.json     the port
     <folder>/passwords.json   mode 600, never logged
@@ -61,8 +61,8 @@ StopMode = Literal["fast", "immediate"]
 
 
 class Cluster:
-    """One local server with a name. Several may share a root folder. Use it as a context manager, or call start() and
-    stop().
+    """One local server with a name. Several clusters may share a root folder. Use it as a context manager, or call
+    start() and stop().
 
     `name`       lower-case letters, digits, `_` and `-`; also the name of its folder below `root`.
     `root`       default: see default_root(). With `ephemeral`: the parent of the temporary folder.
@@ -169,7 +169,7 @@ class Cluster:
         """Starts the server, or adopts a server that a killed owner left running, and waits until it answers.
 
         Does nothing if this object's server already runs. After a crash, start() first waits until the old server's
-        orphaned children have ended. If it fails, stops everything that this call has started, and raises
+        orphaned children have ended. If the start fails, stops everything that this call has started, and raises
         BinariesNotFound, ClusterInUse, PortTaken or StartFailed.
         """
         deadline = time.monotonic() + timeout_s
@@ -254,7 +254,7 @@ class Cluster:
     def promote(self) -> None:
         """Promotes a standby to primary, and waits until it is the primary. Raises StartFailed.
 
-        Stop the old primary first: this method does not prevent that there are two primaries.
+        Stop the old primary first: this method does not prevent two primaries.
         """
         with psycopg.connect(self.superuser_dsn, autocommit=True, connect_timeout=CONNECT_S) as connection:
             if connection.execute("SELECT pg_promote(true, %s)", [_PROMOTE_S_MAX]).fetchone() != (True,):

@@ -27,7 +27,7 @@ def read_postmaster(data: Path) -> Postmaster | None:
         lines = (data / "postmaster.pid").read_text(errors="replace").splitlines()
         pid = int(lines[0])
     except (FileNotFoundError, NotADirectoryError, IndexError, ValueError):
-        return None  # The server may be writing the file now. A later read finds the complete file.
+        return None  # No server runs, or it is writing the file now: a later read finds it complete.
     if pid <= 0 or not names_folder(pid, data):
         return None
     port = lines[3] if len(lines) > 3 else ""

@@ -169,7 +169,7 @@ class QueueAdmin:
         # that name.
         for _ in range(_CREATE_TRIES_MAX):
             existing = await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue})
-            # If this shard does not own the org's slot, refuse the call before it stores the org's name here.
+            # If this shard does not own the org's slot, refuse the call before the org's name is stored on this shard.
             await self._refuse_unowned(org, epoch)
             if existing:
                 raise QueueExists(org, queue)
@@ -321,10 +321,10 @@ class QueueAdmin:
         gap_us: int = 0,
         ahead: int = 0,
     ) -> int:
-        """Puts up to `limit` dead jobs back, and returns how many. The jobs become due one after another, `gap_us`
-        apart. The first job becomes due after `ahead` times `gap_us`: earlier calls have put back `ahead` jobs, which
-        become due before that job. Raises UnknownQueue. If this raises ShardUnavailable, some jobs may have been put
-        back."""
+        """Redrives up to `limit` dead jobs, and returns how many. The jobs become due one after another, `gap_us`
+        apart. The first job becomes due after `ahead` times `gap_us`: earlier calls have redriven `ahead` jobs, which
+        become due before that job. Raises UnknownQueue. If this raises ShardUnavailable, some jobs may have been
+        redriven."""
         parameters = {
             "org": org,
             "queue": queue,

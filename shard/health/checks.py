@@ -27,8 +27,8 @@ _WAL_KEPT_MAX = 10 * _GB
 # Autovacuum vacuums windrow.job, the table of live jobs, at 20,000 dead rows. The limit is ten times that number.
 _DEAD_ROWS_MAX = 200_000
 _ROWS_NEVER_ANALYZED_MAX = 100_000
-# Limits for the unused bytes of windrow.job or of one of its indexes: a number of bytes, and a share of all bytes. Only
-# if both limits are reached, there is a finding.
+# Limits for the unused bytes of windrow.job or of one of its indexes: a number of bytes, and a share of all bytes. A
+# finding is made only if both limits are reached.
 _UNUSED_NOTICED = 64 * _MB, 0.5
 _UNUSED_WARNED = 1 * _GB, 0.75
 # Postgres refuses writes about three million transactions before 2^31.

@@ -4,7 +4,7 @@ removed in small steps (docs/decisions/0024-whole-days-turn-cold.md).
 
 Each step is one transaction, and begins by reading what remains to be done. So several archivers may run at the same
 time, and a pass may stop at any point. A step waits for a lock only for a bounded time, because enqueues and acks may
-queue behind it.
+queue behind the step.
 """
 
 from __future__ import annotations

@@ -54,9 +54,9 @@ class Unfinished:
 
 
 async def begin(database: Database, org: OrgId, *, erasure: str) -> bool:
-    """Renames the org on this shard, which begins its erasure. Returns False if the shard does not have the org.
-    `erasure` is a UUID. Raises OrgMoves, LegallyHeld, ShardUnavailable. If an enqueue that has begun does not end in
-    time, does nothing and raises ShardUnavailable."""
+    """Renames the org on this shard, and so begins the erasure of the org. Returns False if the shard does not have the
+    org. `erasure` is a UUID. Raises OrgMoves, LegallyHeld, ShardUnavailable. If an enqueue that has begun does not end
+    in time, does nothing and raises ShardUnavailable."""
     async with database.transaction() as connection:
         # While the slots are locked, no enqueue that has read the org's ids is running, and no job is being exported.
         await connection.execute(placement_statements.LOCK_SLOTS, prepare=False)

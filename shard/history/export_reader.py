@@ -1,5 +1,5 @@
-"""Reads a cold day from beginning to end, for the export: org by org in the order of their names, and by job id within
-an org.
+"""Reads a cold day from beginning to end, for the export. The jobs come in the order of the names of their orgs, and
+within an org in the order of their ids.
 
 This module reads pages, each with a statement of its own. A single cursor would hold its snapshot for the whole time,
 and vacuum could not remove dead rows of the hot tables meanwhile. Rows of a cold day normally do not change. If rows

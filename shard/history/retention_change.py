@@ -28,7 +28,7 @@ async def read(database: Database, org: OrgId) -> dict[QueueName, int]:
 
 async def apply(database: Database, org: OrgId, retentions: Mapping[QueueName, int]) -> int:
     """Sets the retention of all finished jobs of these queues on this shard. `retentions`: the days, for each queue.
-    Returns how many jobs had another retention before. If the call is interrupted, call it again. Raises
+    Returns how many jobs had another retention before. If the call is interrupted, repeat it. Raises
     ShardUnavailable."""
     parameters = {"org": org, "queues": arrays.names(retentions), "days": arrays.numbers(retentions.values())}
     jobs = 0

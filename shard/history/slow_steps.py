@@ -1,5 +1,5 @@
 """Transactions for statements that read or write a whole day of jobs. A day may have a hundred million jobs. With the
-usual `statement_timeout`, such a statement could fail at each try."""
+usual `statement_timeout`, a statement for such a day could fail at each try."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def unknown(what: str, value: object, known: Sequence[str], *, where: str) -> st
 
 
 def only_key(table: Mapping[str, Any], keys: Sequence[str], *, where: str) -> str:
-    """Returns which of these keys the table has. Raises ClusterFileError unless it has exactly one."""
+    """Returns which of these keys the table has. Raises ClusterFileError unless the table has exactly one of them."""
     given = [key for key in keys if key in table]
     if len(given) != 1:
         one_of = f"{', '.join(keys[:-1])} and {keys[-1]}"

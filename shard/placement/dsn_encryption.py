@@ -40,7 +40,7 @@ def _leaves_this_machine(dsn: Mapping[str, Any], environ: Mapping[str, str]) -> 
 
 
 def _is_here(host: str) -> bool:
-    """Whether the host is a Unix socket (a path, an abstract name, or the default), or a loopback address."""
+    """Returns whether the host is a Unix socket (a path, an abstract name, or the default), or a loopback address."""
     return not host or host[0] in "/@" or is_loopback(host)
 
 

@@ -1,4 +1,4 @@
-"""Whether a host is this machine."""
+"""Tells whether a host is this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the host is `localhost` or a loopback address. Resolves no name."""
+    """Returns whether the host is `localhost` or a loopback address. Resolves no name."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

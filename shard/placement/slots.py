@@ -81,8 +81,8 @@ class Placement:
 
 def shares(weights: Mapping[ShardName, float], slots: int = SLOTS) -> dict[ShardName, int]:
     """Returns how many of `slots` each shard should hold: proportional to its weight, rounded up or down, so that the
-    sum is `slots` (Hamilton's largest remainder method; ties go to the name that sorts first). Raises ValueError unless
-    all weights are ≥ 0 and at least one is above 0."""
+    sum is `slots` (Hamilton's largest remainder method; of equal remainders, the one of the first name in sorted order
+    counts as the largest). Raises ValueError unless all weights are ≥ 0 and at least one is above 0."""
     total = sum(weights.values())
     if total <= 0 or min(weights.values()) < 0:
         raise ValueError(f"weights must be ≥ 0 and not all 0: {dict(weights)}")

@@ -106,7 +106,7 @@ class Due(NamedTuple):
 
 
 class DueSchedules:
-    """The schedules of one shard that are due, and the time at which the next one is due. All methods may raise
+    """The schedules of one shard that are due, and the time at which the next schedule is due. All methods may raise
     ShardUnavailable."""
 
     def __init__(self, database: Database, store: Store) -> None:

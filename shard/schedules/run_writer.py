@@ -34,7 +34,8 @@ class NewRun(NamedTuple):
 class Advance(NamedTuple):
     """The changes to a schedule after some of its runs were decided. `last_at`: the instant of the latest run that is
     stored now and was due by the calendar. `run_at`: the instant of the latest run that is stored now, whatever its
-    cause. `last_at` and `run_at` are None if no such run is stored now. `buffered`: how many runs wait at most."""
+    cause. `last_at` and `run_at` are None if no such run is stored now. `buffered`: the maximum number of runs that
+    wait."""
 
     schedule: ScheduleId
     next_at: Micros | None
@@ -115,7 +116,7 @@ async def _tell_all(connection: Connection, runs: Sequence[NewRun]) -> Sequence[
 
 
 async def _later(connection: Connection, new: NewRun) -> NewRun | None:
-    """Returns the skip without its first instants, as far as they have runs. Returns None if all its instants have
+    """Returns the skip, moved to the first of its later instants that has no run. Returns None if all its instants have
     runs."""
     through = new.run.through or new.run.at
     instants = takewhile(lambda at: at <= through, calendar.after(new.timing, new.run.at))

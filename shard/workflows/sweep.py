@@ -1,4 +1,4 @@
-"""Continues folds of workflows that have not done all their work on one shard, and forgets old workflows.
+"""Continues folds that have not done all their work, for the workflows of one shard, and forgets old workflows.
 
 The transaction that ends a job also folds that end (shard/postgres/functions/fold_at_commit.sql), but releases and
 cancels at most one portion of jobs (fold_portion.sql). If work remains, the transaction notifies the routers. Sweeps
@@ -40,7 +40,7 @@ _FIRST_FLOW = 0
 
 
 class _Fold(Enum):
-    """The result of a portion: no work remains, work remains, or another session holds the workflow's lock."""
+    """The result of folding a portion: no work remains, work remains, or another session holds the workflow's lock."""
 
     DONE = auto()
     LEFT = auto()
@@ -66,8 +66,8 @@ class WorkflowSweep:
             self._has_left.set()
 
     async def go_on(self) -> None:
-        """Waits until `left` is called, and continues the folds of the workflows that it noted. After an error, a sweep
-        continues these folds."""
+        """Waits until `left` is called, and continues the folds of the workflows that `left` noted. After an error, a
+        sweep continues these folds."""
         await self._has_left.wait()
         await self._finish([])
 

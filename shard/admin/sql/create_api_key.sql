@@ -1,4 +1,4 @@
--- Stores a new API key. Its expiry counts from now, by the catalog's clock.
+-- Stores a new API key. The time until the key expires counts from now, by the catalog's clock.
 INSERT INTO windrow.api_key AS k (id, secret_sha256, org, scopes, name, expires_at)
 VALUES (
     %(id)s, %(secret_sha256)s, %(org)s, %(scopes)s::text[], %(name)s,

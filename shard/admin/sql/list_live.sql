@@ -9,7 +9,7 @@ SELECT
     coalesce(p.retry, p.queue_retry)::text AS retry, {{short_content(p)}},
     CASE WHEN p.lease IS NOT NULL THEN p.visible_at END AS deadline, p.worker, p.leased_at, NULL::timestamptz AS finished_at, NULL::bytea AS result, NULL::text AS reason, p.history::text,
     p.progress::text, CASE WHEN %(include_payload)s THEN p.checkpoint END AS checkpoint,
-    -- Jobs that are blocked, wait for a group slot or are set aside have the visible_at 'infinity', and come last.
+    -- Jobs that are blocked, wait for a group slot or are set aside have the `visible_at` 'infinity', and come last.
     -- Return a finite time instead, because the key of the next page cannot be infinite.
     least(p.visible_at, timestamptz '9999-12-31') AS visible_at, p.found
 FROM (

@@ -1,8 +1,8 @@
--- Puts a queue's dead jobs back. The job that died first comes first. Attempts are counted from the beginning again.
--- The jobs become due one after another, `gap_us` apart. The first job becomes due after `ahead` times `gap_us`,
--- because `ahead` jobs that earlier calls have put back become due before that job. If `gap_us` is 0, all jobs become
--- due at once. The jobs keep their history. They do not get their live keys back, because other jobs, on this or
--- another shard, may have these keys by now.
+-- Redrives up to `rows` of a queue's dead jobs, beginning with the job that died first. Attempts are counted from the
+-- beginning again. The jobs become due one after another, `gap_us` apart. The first job becomes due after `ahead` times
+-- `gap_us`, because `ahead` jobs that earlier calls have redriven become due before that job. If `gap_us` is 0, all
+-- jobs become due at once. The jobs keep their history. They do not get their live keys back, because other jobs, on
+-- this or another shard, may have these keys by now.
 WITH chosen AS (
     DELETE FROM windrow.dead d
     WHERE d.ctid = ANY (ARRAY(

@@ -1,7 +1,7 @@
--- Changes the retention of one cold day's jobs of these queues of an org, in the table and in the books of cold days.
--- Returns how many jobs had another retention. A job that is kept for a legal hold (retention -1) gets the retention of
--- its queue only if that retention is not over. If such a job kept the retention -1, it would be dropped at the end of
--- the hold, although its queue keeps it for longer.
+-- For one cold day and these queues of an org, changes the retention of the jobs, in the table and in the books of cold
+-- days. Returns how many jobs had another retention. A job that is kept for a legal hold (retention -1) gets the
+-- retention of its queue only if that retention is not over. If such a job kept the retention -1, it would be dropped
+-- at the end of the hold, although its queue keeps it for longer.
 WITH moved AS (
     UPDATE windrow.cold c SET retention = n.days
     FROM unnest(%(queues)s::text[], %(days)s::smallint[]) AS n (queue, days)

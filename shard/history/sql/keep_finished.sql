@@ -1,4 +1,4 @@
--- Changes the retention of one day's finished jobs of these queues of an org. Returns how many jobs had another
+-- For one day and these queues of an org, changes the retention of the finished jobs. Returns how many jobs had another
 -- retention. The jobs move to another partition, so Postgres runs the triggers for new rows. The setting
 -- windrow.history_moves tells these triggers that no job has ended now.
 WITH moved AS (

@@ -1,7 +1,7 @@
--- Locks schedules whose wake_at has passed, and returns what is needed to decide about them. Begins with the schedules
--- that have waited for the longest time. Other routers skip these schedules until this transaction ends. Leaves out
--- schedules of slots that this shard does not own (invariant I6). The transaction keeps a lock on the table owned_slot,
--- and a transaction that closes slots waits for this lock.
+-- Locks schedules whose `wake_at` has passed, and returns what is needed to decide about them. Begins with the
+-- schedules that have waited for the longest time. Other routers skip these schedules until this transaction ends.
+-- Leaves out schedules of slots that this shard does not own (invariant I6). The transaction keeps a lock on the table
+-- `owned_slot`, and a transaction that closes slots waits for this lock.
 SELECT
     s.id::text, o.org, s.org_id, s.name, s.queue, q.queue_id IS NOT NULL AS has_queue, {{schedule_spec(s)}}, s.next_at, s.last_at, s.last_job::text,
     s.buffered, s.decided,

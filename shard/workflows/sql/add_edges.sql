@@ -1,5 +1,5 @@
--- Makes a node wait for these nodes, in addition to the nodes for which it waits already. If it waits for one of these
--- nodes already, the new policy replaces the old policy. Returns the parents of the new edges.
+-- Makes a node wait for these nodes, in addition to the nodes for which it waits already. If the node waits for one of
+-- these nodes already, the new policy replaces the old policy. Returns the parents of the new edges.
 WITH parent AS (
     SELECT p.number FROM unnest(%(parents)s::integer[]) AS p (number)
 ), changed AS (

@@ -15,8 +15,8 @@ WITH RECURSIVE settled AS MATERIALIZED (
         JOIN settled o ON o.org_id = {{org_of(j)}}
         WHERE {{is_blocked(j)}}
     ) j
-    -- OFFSET 0 makes Postgres look up one node for each job. Otherwise, without statistics, it would read all nodes of
-    -- the workflow for each job.
+    -- OFFSET 0 makes Postgres look up one node for each job. Otherwise, without statistics, Postgres would read all
+    -- nodes of the workflow for each job.
     LEFT JOIN LATERAL (
         SELECT w.flow FROM windrow.workflow w WHERE w.org_id = j.org_id AND w.id = j.workflow::uuid OFFSET 0
     ) w ON true

@@ -1,6 +1,6 @@
--- Forgets up to `rows` workflows that ended `days` ago. Their jobs have a retention of their own. Keeps workflows with
--- a callback that waits, for example for the end of a pause. Without its workflow, such a callback would remain blocked
--- for ever.
+-- Forgets up to `rows` workflows that ended `days` days ago. Their jobs have a retention of their own. Keeps workflows
+-- with a callback that waits, for example for the end of a pause. Without its workflow, such a callback would remain
+-- blocked for ever.
 WITH gone AS (
     DELETE FROM windrow.workflow w
     WHERE w.flow = ANY (ARRAY(
