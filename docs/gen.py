@@ -2,17 +2,21 @@
 With --check, only reports whether they are up to date.
 
 A line `{{windrow …}}` of the template becomes the reference of that command: heading, usage, help, options and their
-defaults. A line `{{keys of …}}` becomes the JSON keys of a job, a schedule or a queue. The template adds what the
-commands do not contain: examples with their output, and the JSON keys of other things.
+defaults. After these comes what the docstring of the command has after a form feed, such as an example; `--help` leaves
+it out. A command that the template does not name comes after the command before it. A line `{{keys of …}}` becomes the
+JSON keys of a job, a schedule or a queue. The template adds what the commands do not contain: examples with their
+output, and the JSON keys of other things.
 """
 
 import importlib
+import inspect
 import re
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +62,13 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """The usage, help and parameters that a command declares."""
+    """What a command declares. `more`: what follows its help on the page."""
 
     name: str
     usage: str
     help: str
     parameters: tuple[Parameter, ...]
+    more: str
 
     def page(self, shared: dict[str, Parameter]) -> str:
         own = [one for one in self.parameters if shared.get(one.flag) != one]
@@ -73,6 +78,8 @@ class Reference:
             lines += ["", *table(own)]
         if also:
             lines += ["", f"{'Also' if own else 'Takes'} {', '.join(also)}."]
+        if self.more:
+            lines += ["", self.more]
         return "\n".join(lines)
 
 
@@ -86,12 +93,14 @@ def references(command: Any, name: str, parent: Any = None) -> Iterator[Referenc
     context = typer.Context(command, info_name=name, parent=parent)
     below = getattr(command, "commands", {})
     if not below or command.invoke_without_command:
+        text, _, more = inspect.cleandoc(command.help).partition("\f")
         pieces = [piece for piece in command.collect_usage_pieces(context) if piece != "COMMAND [ARGS]..."]
         yield Reference(
             name=context.command_path.removeprefix("windrow "),
             usage=" ".join([context.command_path, *pieces]).replace("[OPTIONS]", "[options]"),
-            help="\n\n".join(map(wrapped, command.help.split("\n\n"))),
+            help="\n\n".join(map(wrapped, text.strip().split("\n\n"))),
             parameters=tuple(parameters(command, context)),
+            more=more.strip(),
         )
     for word, one in below.items():
         yield from references(one, word, context)
@@ -149,6 +158,37 @@ def json_keys() -> Iterator[tuple[str, str]]:
         yield f"keys of {what}", wrapped(", ".join(f"`{key}`" for key in document) + ".")
 
 
+def with_every_command(template: str, names: Iterable[str]) -> str:
+    """Adds the commands that the template does not name, each after the command before it."""
+    for before, name in pairwise(names):
+        if f"{{{{windrow {name}}}}}" not in template:
+            section = rf"^(\{{\{{windrow {before}\}}\}}.*?)\n*(?=^## |^\{{\{{windrow |\Z)"
+            added = rf"\1\n\n{{{{windrow {name}}}}}\n\n"
+            template = re.sub(section, added, template, flags=re.DOTALL | re.MULTILINE)
+    return template
+
+
+def contents(page: str) -> str:
+    """Returns a table of the page's sections and of the commands in each. After the first command of a group, the group
+    is left out."""
+    rows = ["| to do what | commands |", "|---|---|"]
+    for section in page.split("\n## ")[1:]:
+        names = re.findall(r"^### (.+)$", section, re.MULTILINE)
+        groups = [name.rpartition(" ")[0] for name in names]
+        shown = [
+            link(name.removeprefix(f"{group} ") if group == before else name, to=name)
+            for name, group, before in zip(names, groups, ["", *groups], strict=False)
+        ]
+        heading, _, _ = section.partition("\n")
+        if shown:
+            rows.append(f"| {link(heading, to=heading)} | {', '.join(shown)} |")
+    return "\n".join(rows)
+
+
+def link(text: str, *, to: str) -> str:
+    return f"[{text}](#{re.sub('[^a-z -]', '', to.lower()).replace(' ', '-')})"
+
+
 def generate() -> str:
     found = {one.name: one for one in references(commands(), "windrow")}
     every = Counter(parameter for one in found.values() for parameter in one.parameters if parameter.flag in SHARED)
@@ -159,10 +199,12 @@ def generate() -> str:
         ["| | |", "|---|---|", *(f"| {code} | {text} |" for code, text in MEANINGS.items())]
     )
     pages.update(json_keys())
-    template = TEMPLATE.read_text()
+    template = with_every_command(TEMPLATE.read_text(), found)
+    pages["contents"] = ""
     used = Counter(INCLUDE.findall(template))
     if wrong := sorted(name for name in {*pages, *used} if name not in pages or used[name] != 1):
         sys.exit(f"{TEMPLATE.name} must name each of these once, and nothing else: {', '.join(wrong)}")
+    pages["contents"] = contents(INCLUDE.sub(lambda match: pages[match[1]], template))
     body = INCLUDE.sub(lambda match: pages[match[1]], template)
     return f"<!-- Generated by ./run gen from the commands and {TEMPLATE.name}: edit those. -->\n\n{body}"
 
