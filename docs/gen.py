@@ -1,5 +1,6 @@
-"""Generates docs/cli.md from the commands and docs/cli.md.in, and the table of scopes in SECURITY.md from the contract.
-With --check, only reports whether they are up to date.
+"""Generates docs/cli.md from the commands and docs/cli.md.in, the table of scopes in SECURITY.md from the contract, and
+the options of new jobs in the README of the Python client from NewJob. With --check, only reports whether they are up
+to date.
 
 A line `{{windrow …}}` of the template becomes the reference of that command: heading, usage, help, options and their
 defaults. After these comes what the docstring of the command has after a form feed, such as an example; `--help` leaves
@@ -33,12 +34,13 @@ from cli.queues import queue_json  # noqa: E402
 from cli.schedule_output import schedule_json  # noqa: E402
 from router.gate.auth.access import access_of  # noqa: E402
 from router.gate.auth.scopes import Scope  # noqa: E402
+from windrow.new_jobs import NewJob  # noqa: E402
 from windrow.v1 import admin_pb2, job_pb2, schedules_pb2  # noqa: E402
 
 TEMPLATE = DOCS / "cli.md.in"
 PAGE = DOCS / "cli.md"
 SECURITY = ROOT / "SECURITY.md"
-SCOPES = re.compile(r"(?<=<!-- table scopes -->\n).*?(?=<!-- end -->)", re.DOTALL)
+CLIENT = ROOT / "clients/python/README.md"
 INCLUDE = re.compile(r"^\{\{(.+)\}\}$", re.MULTILINE)
 # The head of the page explains these parameters. If a parameter has another meaning in a command, the command's own
 # table explains it.
@@ -221,12 +223,27 @@ def scopes() -> str:
     return "".join(["| scope | allows |\n", "|---|---|\n", *rows])
 
 
-def main() -> int:
-    table_of_scopes = scopes()
-    security, found = SCOPES.subn(lambda _: table_of_scopes, SECURITY.read_text())
+def options() -> str:
+    """Returns what NewJob says of each option, as a list."""
+    text = inspect.cleandoc(NewJob.__doc__ or "")
+    return text[text.index("- `attributes`") :] + "\n"
+
+
+def filled(page: Path, place: str, text: str) -> str:
+    """Returns a page with another text between `<!-- PLACE -->` and `<!-- end -->`."""
+    between = re.compile(rf"(?<=<!-- {place} -->\n).*?(?=<!-- end -->)", re.DOTALL)
+    fresh, found = between.subn(lambda _: text, page.read_text())
     if found != 1:
-        sys.exit(f"{SECURITY.name} must have one place for the table of scopes")
-    pages = {PAGE: generate(), SECURITY: security}
+        sys.exit(f"{page.relative_to(ROOT)} must have one place `{place}`")
+    return fresh
+
+
+def main() -> int:
+    pages = {
+        PAGE: generate(),
+        SECURITY: filled(SECURITY, "table scopes", scopes()),
+        CLIENT: filled(CLIENT, "options of NewJob", options()),
+    }
     old = [page for page, fresh in pages.items() if not page.exists() or page.read_text() != fresh]
     for page in old:
         name = page.relative_to(ROOT)
