@@ -202,6 +202,20 @@ def ack(
 
     Repeating an ack is safe: it answers OK again. Exit code 1: a lease had ended, and its job was not changed; 4: a
     lease belongs to no job of this org.
+    \f
+    ```console
+    $ windrow ack acme AQU161g7HEe9kACaNAGh+EFmIHGts5YHSQ9NL/s= --result sent
+    AQU161g7HEe9kACaNAGh+EFmIHGts5YHSQ9NL/s=  ok
+    $ windrow ack acme AQU161g7HEe9kACaNAGh+EFmIHGts5YHSQ9NL/s=
+    AQU161g7HEe9kACaNAGh+EFmIHGts5YHSQ9NL/s=  ok
+    $ windrow nack acme AQU161g7HEe9kACaNAGh+EFmIHGts5YHSQ9NL/s=
+    AQU161g7HEe9kACaNAGh+EFmIHGts5YHSQ9NL/s=  stale
+    1 lease had ended: nothing was changed
+    $ echo $?
+    1
+    ```
+
+    The second ack repeats the first and changes nothing. The nack comes too late.
     """
     from windrow.v1 import queue_pb2
 
@@ -242,6 +256,11 @@ def nack(
     """Gives jobs back as failed; they are retried, or dead after their last attempt.
 
     The exit codes are those of `windrow ack`.
+    \f
+    ```console
+    $ windrow nack acme AQU161g7HEe9kACaNAGh+EFXq3MFrWbm9uuhVsI= --type SMTPError --error '550 no such mailbox'
+    AQU161g7HEe9kACaNAGh+EFXq3MFrWbm9uuhVsI=  ok
+    ```
     """
     if permanent and retry_after is not None:
         raise typer.BadParameter("give one of --retry-after and --permanent, not both", param_hint="'--permanent'")
@@ -292,6 +311,13 @@ def extend(
     Each lease then lasts for at least the window from now. A lease is never shortened.
 
     The exit codes are those of `windrow ack`.
+    \f
+    ```console
+    $ windrow extend acme AQU161g7HEe9kACaNAGh+EFXq3MFrWbm9uuhVsI= --window 5m
+    AQU161g7HEe9kACaNAGh+EFXq3MFrWbm9uuhVsI=  ok
+    ```
+
+    JSON keys of the commands that end or extend leases: `lease`, `answer` (`ok`, `stale`, `cancelled` or `not_found`).
     """
     if note and progress is None:
         raise typer.BadParameter("it belongs to --progress, and none is given", param_hint="'--note'")
@@ -323,6 +349,11 @@ def release(
     """Gives jobs back at once, without counting the attempt.
 
     The exit codes are those of `windrow ack`.
+    \f
+    ```console
+    $ windrow release acme AQU161g7HEe9kACaNAGh+EF1oXaolkTOLrkOgaw=
+    AQU161g7HEe9kACaNAGh+EF1oXaolkTOLrkOgaw=  ok
+    ```
     """
     from windrow.v1 import queue_pb2
 
@@ -355,6 +386,17 @@ def snooze(
     """Gives jobs back for a while, without counting the attempt.
 
     The exit codes are those of `windrow ack`.
+    \f
+    ```console
+    $ windrow snooze acme AQU161g7HEe9kACaNAGh+EFmIHGts5YHSQ9NL/s= --after 10m --reason 'the report is not ready'
+    AQU161g7HEe9kACaNAGh+EFmIHGts5YHSQ9NL/s=  stale
+    1 lease had ended: nothing was changed
+    $ echo $?
+    1
+    ```
+
+    This job was acked above. A job with a live lease would be scheduled for 10 minutes later, and `jobs get` would show
+    the reason.
     """
     from cli.messages import duration
     from windrow.v1 import queue_pb2

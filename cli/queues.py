@@ -27,6 +27,9 @@ class Field(StrEnum):
     QUARANTINE_AFTER = "quarantine_after"
 
 
+# The columns of the list that are no numbers.
+_TEXTS = {"queue", "state", "retry", "created", "shard"}
+
 _Kind: TypeAlias = Annotated[str, typer.Argument(metavar="KIND", show_default=False, help="The kind of the jobs.")]
 
 
@@ -53,19 +56,11 @@ def list_queues(
     if not queues:
         output.note(no_queues(org))
         return
-    columns = [
-        Column(title="queue"),
-        Column(title="state", coloured=True),
-        Column(title="retry"),
-        Column(title="attempts", right=True),
-        Column(title="finished kept", right=True),
-        Column(title="per group", right=True),
-        Column(title="ageing", right=True),
-        Column(title="quarantine", right=True),
-        Column(title="created"),
-        Column(title="shard"),
-    ]
-    output.table(columns, [tuple(_facts(queue).values()) for queue in queues])
+    rows = [_facts(queue) for queue in queues]
+    # Leave out a setting that no queue has.
+    titles = [title for title in rows[0] if any(row[title] for row in rows)]
+    columns = [Column(title=title, coloured=title == "state", right=title not in _TEXTS) for title in titles]
+    output.table(columns, [[row[title] for title in titles] for row in rows])
 
 
 @app.command()
@@ -366,7 +361,7 @@ def _print(queue: admin_pb2.QueueInfo, *, as_json: bool) -> None:
 
 
 def _facts(queue: admin_pb2.QueueInfo) -> dict[str, str]:
-    """Returns the fields of a queue that people see, by title, in the order of the list's columns."""
+    """Returns the fields of a queue that people see, by title."""
     from cli.messages import retry_policy, time_shown
 
     return {

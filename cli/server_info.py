@@ -23,14 +23,15 @@ def server(
 
     with connect(address, timeout) as router:
         info = read_server_info(router.call(router.queue.GetServerInfo, server_pb2.GetServerInfoRequest()))
-    features = sorted(info.features)
+    features, lists = sorted(info.features), sorted(info.consume_lists)
     if as_json:
         limits = dict(_limit_json(name, value) for name, value in info.limits.items())
-        output.say_json([{"version": info.version, "features": features, "limits": limits}])
+        output.say_json([{"version": info.version, "features": features, "consume_lists": lists, "limits": limits}])
         return
     columns = [Column(title="limit"), Column(title="value", right=True)]
     output.table(columns, [(name, _limit_text(value)) for name, value in info.limits.items()])
     output.say(output.visible(f"router {info.version}, features: {', '.join(features) or 'none'}"))
+    output.say(output.visible(f"streams take {', '.join(lists)}"))
 
 
 def _limit_json(name: str, value: int | timedelta) -> tuple[str, object]:

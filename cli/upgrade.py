@@ -90,7 +90,7 @@ def _rows(planned: _Planned) -> list[tuple[str, ...]]:
 
 def _cells(step: Step) -> tuple[str, ...]:
     by_mode: dict[str, list[str]] = {}
-    for table, mode in step.cost.locks.items():
+    for table, mode in step.migration.locks.items():
         by_mode.setdefault(mode, []).append(table)
     return (
         f"{step.migration.number:04} {step.migration.name}",
@@ -103,7 +103,7 @@ def _cells(step: Step) -> tuple[str, ...]:
 def _step_json(step: Step) -> dict[str, object]:
     return {
         "name": f"{step.migration.number:04} {step.migration.name}",
-        "locks": dict(step.cost.locks),
+        "locks": step.migration.locks,
         "reads_bytes": dict(step.reads),
         "breaking": step.migration.breaking,
     }

@@ -1,18 +1,23 @@
-"""Generates docs/cli.md from the commands and docs/cli.md.in, and the table of scopes in SECURITY.md from the contract.
-With --check, only reports whether they are up to date.
+"""Generates docs/cli.md from the commands and docs/cli.md.in, the table of scopes in SECURITY.md from the contract, and
+the options of new jobs in the README of the Python client from NewJob. With --check, only reports whether they are up
+to date.
 
 A line `{{windrow …}}` of the template becomes the reference of that command: heading, usage, help, options and their
-defaults. A line `{{keys of …}}` becomes the JSON keys of a job, a schedule or a queue. The template adds what the
-commands do not contain: examples with their output, and the JSON keys of other things.
+defaults. After these comes what the docstring of the command has after a form feed, such as an example; `--help` leaves
+it out. A command that the template does not name comes after the command before it. A line `{{keys of …}}` becomes the
+JSON keys of a job, a schedule or a queue. The template adds what the commands do not contain: examples with their
+output, and the JSON keys of other things.
 """
 
 import importlib
+import inspect
 import re
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +34,13 @@ from cli.queues import queue_json  # noqa: E402
 from cli.schedule_output import schedule_json  # noqa: E402
 from router.gate.auth.access import access_of  # noqa: E402
 from router.gate.auth.scopes import Scope  # noqa: E402
+from windrow.new_jobs import NewJob  # noqa: E402
 from windrow.v1 import admin_pb2, job_pb2, schedules_pb2  # noqa: E402
 
 TEMPLATE = DOCS / "cli.md.in"
 PAGE = DOCS / "cli.md"
 SECURITY = ROOT / "SECURITY.md"
-SCOPES = re.compile(r"(?<=<!-- table scopes -->\n).*?(?=<!-- end -->)", re.DOTALL)
+CLIENT = ROOT / "clients/python/README.md"
 INCLUDE = re.compile(r"^\{\{(.+)\}\}$", re.MULTILINE)
 # The head of the page explains these parameters. If a parameter has another meaning in a command, the command's own
 # table explains it.
@@ -58,12 +64,13 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """The usage, help and parameters that a command declares."""
+    """What a command declares. `more`: what follows its help on the page."""
 
     name: str
     usage: str
     help: str
     parameters: tuple[Parameter, ...]
+    more: str
 
     def page(self, shared: dict[str, Parameter]) -> str:
         own = [one for one in self.parameters if shared.get(one.flag) != one]
@@ -73,6 +80,8 @@ class Reference:
             lines += ["", *table(own)]
         if also:
             lines += ["", f"{'Also' if own else 'Takes'} {', '.join(also)}."]
+        if self.more:
+            lines += ["", self.more]
         return "\n".join(lines)
 
 
@@ -86,12 +95,14 @@ def references(command: Any, name: str, parent: Any = None) -> Iterator[Referenc
     context = typer.Context(command, info_name=name, parent=parent)
     below = getattr(command, "commands", {})
     if not below or command.invoke_without_command:
+        text, _, more = inspect.cleandoc(command.help).partition("\f")
         pieces = [piece for piece in command.collect_usage_pieces(context) if piece != "COMMAND [ARGS]..."]
         yield Reference(
             name=context.command_path.removeprefix("windrow "),
             usage=" ".join([context.command_path, *pieces]).replace("[OPTIONS]", "[options]"),
-            help="\n\n".join(map(wrapped, command.help.split("\n\n"))),
+            help="\n\n".join(map(wrapped, text.strip().split("\n\n"))),
             parameters=tuple(parameters(command, context)),
+            more=more.strip(),
         )
     for word, one in below.items():
         yield from references(one, word, context)
@@ -149,6 +160,37 @@ def json_keys() -> Iterator[tuple[str, str]]:
         yield f"keys of {what}", wrapped(", ".join(f"`{key}`" for key in document) + ".")
 
 
+def with_every_command(template: str, names: Iterable[str]) -> str:
+    """Adds the commands that the template does not name, each after the command before it."""
+    for before, name in pairwise(names):
+        if f"{{{{windrow {name}}}}}" not in template:
+            section = rf"^(\{{\{{windrow {before}\}}\}}.*?)\n*(?=^## |^\{{\{{windrow |\Z)"
+            added = rf"\1\n\n{{{{windrow {name}}}}}\n\n"
+            template = re.sub(section, added, template, flags=re.DOTALL | re.MULTILINE)
+    return template
+
+
+def contents(page: str) -> str:
+    """Returns a table of the page's sections and of the commands in each. After the first command of a group, the group
+    is left out."""
+    rows = ["| to do what | commands |", "|---|---|"]
+    for section in page.split("\n## ")[1:]:
+        names = re.findall(r"^### (.+)$", section, re.MULTILINE)
+        groups = [name.rpartition(" ")[0] for name in names]
+        shown = [
+            link(name.removeprefix(f"{group} ") if group == before else name, to=name)
+            for name, group, before in zip(names, groups, ["", *groups], strict=False)
+        ]
+        heading, _, _ = section.partition("\n")
+        if shown:
+            rows.append(f"| {link(heading, to=heading)} | {', '.join(shown)} |")
+    return "\n".join(rows)
+
+
+def link(text: str, *, to: str) -> str:
+    return f"[{text}](#{re.sub('[^a-z -]', '', to.lower()).replace(' ', '-')})"
+
+
 def generate() -> str:
     found = {one.name: one for one in references(commands(), "windrow")}
     every = Counter(parameter for one in found.values() for parameter in one.parameters if parameter.flag in SHARED)
@@ -159,10 +201,12 @@ def generate() -> str:
         ["| | |", "|---|---|", *(f"| {code} | {text} |" for code, text in MEANINGS.items())]
     )
     pages.update(json_keys())
-    template = TEMPLATE.read_text()
+    template = with_every_command(TEMPLATE.read_text(), found)
+    pages["contents"] = ""
     used = Counter(INCLUDE.findall(template))
     if wrong := sorted(name for name in {*pages, *used} if name not in pages or used[name] != 1):
         sys.exit(f"{TEMPLATE.name} must name each of these once, and nothing else: {', '.join(wrong)}")
+    pages["contents"] = contents(INCLUDE.sub(lambda match: pages[match[1]], template))
     body = INCLUDE.sub(lambda match: pages[match[1]], template)
     return f"<!-- Generated by ./run gen from the commands and {TEMPLATE.name}: edit those. -->\n\n{body}"
 
@@ -179,12 +223,27 @@ def scopes() -> str:
     return "".join(["| scope | allows |\n", "|---|---|\n", *rows])
 
 
-def main() -> int:
-    table_of_scopes = scopes()
-    security, found = SCOPES.subn(lambda _: table_of_scopes, SECURITY.read_text())
+def options() -> str:
+    """Returns what NewJob says of each option, as a list."""
+    text = inspect.cleandoc(NewJob.__doc__ or "")
+    return text[text.index("- `attributes`") :] + "\n"
+
+
+def filled(page: Path, place: str, text: str) -> str:
+    """Returns a page with another text between `<!-- PLACE -->` and `<!-- end -->`."""
+    between = re.compile(rf"(?<=<!-- {place} -->\n).*?(?=<!-- end -->)", re.DOTALL)
+    fresh, found = between.subn(lambda _: text, page.read_text())
     if found != 1:
-        sys.exit(f"{SECURITY.name} must have one place for the table of scopes")
-    pages = {PAGE: generate(), SECURITY: security}
+        sys.exit(f"{page.relative_to(ROOT)} must have one place `{place}`")
+    return fresh
+
+
+def main() -> int:
+    pages = {
+        PAGE: generate(),
+        SECURITY: filled(SECURITY, "table scopes", scopes()),
+        CLIENT: filled(CLIENT, "options of NewJob", options()),
+    }
     old = [page for page, fresh in pages.items() if not page.exists() or page.read_text() != fresh]
     for page in old:
         name = page.relative_to(ROOT)

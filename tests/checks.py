@@ -48,7 +48,7 @@ def checks() -> list[Check]:
         Check(name="ruff format", command=(tool("ruff"), "format", "--quiet", "--check", "--diff", ".")),
         Check(name="import contracts", command=(tool("lint-imports"), "--cache-dir", str(CACHE / "imports"))),
     ]
-    found.append(Check(name="cli.md, SECURITY.md", command=(sys.executable, "docs/gen.py", "--check")))
+    found.append(Check(name="generated pages", command=(sys.executable, "docs/gen.py", "--check")))
     found.append(Check(name="docs/metrics.md", command=(sys.executable, "docs/metrics_page.py", "--check")))
     found.append(Check(name="alerts", command=(sys.executable, "-m", "tests.alerts")))
     found.append(Check(name="dashboards", command=(sys.executable, "-m", "tests.dashboards")))

@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 from google.protobuf.duration_pb2 import Duration
 
+from router.codec.lease_verbs import VERBS
 from router.gate.admission import MESSAGE_BYTES_MAX
 from shard.queue.queue_ids import QUEUES_MAX
 from shard.vocabulary import HORIZON_DAYS
@@ -18,7 +19,12 @@ from windrow.v1 import admin_pb2, job_pb2, queue_pb2, server_pb2
 @cache
 def server_info() -> server_pb2.GetServerInfoResponse:
     features = [feature for feature in server_pb2.ServerFeature.values() if feature]
-    return server_pb2.GetServerInfoResponse(version=version("windrow-server"), limits=_limits(), features=features)
+    return server_pb2.GetServerInfoResponse(
+        version=version("windrow-server"),
+        limits=_limits(),
+        features=features,
+        consume_lists=[verb.stream_field for verb in VERBS],
+    )
 
 
 def _limits() -> server_pb2.ServerLimits:

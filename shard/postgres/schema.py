@@ -8,6 +8,9 @@ If the file has changed since the migration was written, the line does not repla
 later migration replaces the function, and makes the changes to tables that the new text needs. If a migration changes
 the result type or the arguments of a function, it has a DROP FUNCTION IF EXISTS before the line. A file must not be
 deleted while a migration names it.
+
+Lines such as "-- LOCKS SHARE: job" and "-- READS: job, queue" say what a migration locks and reads
+(tests/integration/test_upgrade_plan.py measures it).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from shard.postgres.pool import Database, too_new
 _FILES = Path(__file__).parent / "migrations"
 _FUNCTIONS = Path(__file__).parent / "functions"
 _INSTALL = re.compile(rb"^-- INSTALL functions/(\w+)\.sql ([0-9a-f]{64})$", re.MULTILINE)
+_COSTS = re.compile(rb"^-- (?:LOCKS ([A-Z ]+)|READS): ([\w, ]+)\n", re.MULTILINE)
 _INSTALL_NEW = b"""DO $install$ BEGIN
     IF NOT EXISTS (SELECT FROM pg_proc WHERE pronamespace = 'windrow'::regnamespace AND proname = '%b') THEN
         EXECUTE $text$%b$text$;
@@ -48,8 +52,8 @@ class Migration:
     @property
     def checksum(self) -> str:
         """The digest of the migration's file, without the texts of the functions that the migration installs, because
-        these texts may change later."""
-        return hashlib.sha256(self.script).hexdigest()
+        these texts may change later, and without the lines about locks and reads, which change nothing."""
+        return hashlib.sha256(_COSTS.sub(b"", self.script)).hexdigest()
 
     @property
     def installs(self) -> dict[str, str]:
@@ -69,6 +73,22 @@ class Migration:
     def breaking(self) -> bool:
         """True if older releases must not work with this migration. Then its file begins with "-- BREAKING"."""
         return self.script.startswith(b"-- BREAKING")
+
+    @property
+    def locks(self) -> dict[str, str]:
+        """For each table that existed before, the strongest lock that the migration takes. Locks for which no statement
+        has to wait are left out. SHARE and SHARE ROW EXCLUSIVE block writes; ACCESS EXCLUSIVE also blocks reads. The
+        migration holds its locks until it ends."""
+        return dict(sorted((table, mode) for mode, tables in self._costs() if mode for table in tables))
+
+    @property
+    def reads(self) -> list[str]:
+        """The tables that existed before, and of which the migration reads or rewrites every row. The time of
+        everything else in a migration does not depend on the number of rows."""
+        return [table for mode, tables in self._costs() if not mode for table in tables]
+
+    def _costs(self) -> list[tuple[str, list[str]]]:
+        return [(mode.decode(), tables.decode().split(", ")) for mode, tables in _COSTS.findall(self.script)]
 
 
 def _installed(line: re.Match[bytes]) -> bytes:

@@ -902,12 +902,14 @@ def test_a_router_tells_its_version_and_its_limits(windrow: Windrow) -> None:
     )
     assert "ORG_METADATA" in features
     assert (told["version"], told["features"]) == (info.version, features)
+    assert told["consume_lists"] == sorted(info.consume_lists)
     fields = {name.removesuffix("_s"): value for name, value in told["limits"].items()}
     assert list(fields) == [field.name for field in info.limits.DESCRIPTOR.fields]
     assert (fields["max_message_bytes"], fields["min_visibility_window"]) == (info.limits.max_message_bytes, 0.1)
     shown = windrow("server").out.splitlines()
-    assert len(shown) == 1 + len(fields) + 1
-    assert shown[-1] == f"router {info.version}, features: {', '.join(features)}"
+    assert len(shown) == 1 + len(fields) + 2
+    assert shown[-2] == f"router {info.version}, features: {', '.join(features)}"
+    assert shown[-1] == f"streams take {', '.join(sorted(info.consume_lists))}"
     assert re.search(r"^max_delay +3650d$", "\n".join(shown), re.MULTILINE)
 
 

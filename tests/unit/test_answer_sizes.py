@@ -115,6 +115,7 @@ TEXTS = {
     "needs_restart": 100,
     "what": 300,
     "version": 64,
+    "consume_lists": 64,
     "metricName": 64,
 }
 # How many items lists have, by field.
@@ -144,6 +145,7 @@ ITEMS = {
     "CheckShardResponse.orgs": 500,
     "workflow_faults": 100,
     "features": 32,
+    "consume_lists": 32,
     "attributes": ATTRIBUTES,
     "ScheduleInfo.next": 5,
     "runs": RUNS_KEPT,

@@ -33,6 +33,14 @@ def test_a_migration_keeps_its_checksum_when_the_text_of_a_function_that_it_inst
         assert text in migration.statements
 
 
+def test_a_migration_says_what_it_locks_and_reads_and_keeps_its_checksum_when_this_is_corrected() -> None:
+    lines = b"-- LOCKS SHARE ROW EXCLUSIVE: queue\n-- LOCKS SHARE: dead, job\n-- READS: dead, job\n"
+    migration = Migration(number=9000, name="locks", script=lines + b"-- Why.\nSELECT 1;\n")
+    assert migration.locks == {"dead": "SHARE", "job": "SHARE", "queue": "SHARE ROW EXCLUSIVE"}
+    assert migration.reads == ["dead", "job"]
+    assert migration.checksum == hashlib.sha256(b"-- Why.\nSELECT 1;\n").hexdigest()
+
+
 def test_one_function_knows_the_default_retention() -> None:
     """If this test fails because the default has changed, a new migration must replace this function."""
     texts = {file.stem: file.read_text() for file in FUNCTIONS.glob("*.sql")}

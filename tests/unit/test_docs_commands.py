@@ -92,10 +92,3 @@ def test_every_command_that_a_page_names_exists_with_its_options_and_arguments(p
         if (given := words(text)) is not None and (fault := fault_of(given, in_prose=in_prose))
     ]
     assert not faults
-
-
-def test_the_table_at_the_head_of_the_page_about_the_command_links_every_command() -> None:
-    head, *sections = (ROOT / "docs/cli.md").read_text().split("\n## ")
-    commands_there = re.findall(r"^### (.+)$", "\n".join(sections), re.MULTILINE)
-    assert len(commands_there) > 50
-    assert not [name for name in commands_there if f"(#{name.replace(' ', '-')})" not in head]

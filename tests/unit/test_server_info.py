@@ -36,6 +36,11 @@ def test_every_limit_is_told() -> None:
     assert set(server_info().features) == set(server_pb2.ServerFeature.values()) - {0}
 
 
+def test_every_list_of_a_stream_message_is_told() -> None:
+    lists = [field.name for field in queue_pb2.ConsumeRequest.DESCRIPTOR.fields if field.is_repeated]
+    assert sorted(server_info().consume_lists) == sorted(lists)
+
+
 def test_limits_are_those_that_the_comments_of_the_contract_tell() -> None:
     queue, job, admin = ((PROTO / name).read_text() for name in ("queue.proto", "job.proto", "admin.proto"))
     assert f"{LIMITS.max_message_bytes // 1024**2} MiB" in queue
@@ -102,6 +107,7 @@ async def test_the_client_shows_what_the_router_tells(router: FakeRouter, client
     info = await client.server_info()
     assert info.version == server_info().version
     assert info.features == FEATURES
+    assert info.consume_lists == set(server_info().consume_lists)
     assert set(info.limits) == set(LIMITS.DESCRIPTOR.fields_by_name)
     assert info.limits["max_message_bytes"] == LIMITS.max_message_bytes
     assert info.limits["max_wait"] == LIMITS.max_wait.ToTimedelta()
@@ -113,7 +119,9 @@ def test_the_client_shows_what_routers_of_other_releases_tell() -> None:
     # These bytes are the feature 99, which this client does not know.
     told.MergeFromString(b"\x1a\x01\x63")
     info = read_server_info(told)
-    assert info == ServerInfo(version="9.0.0", limits={"max_message_bytes": 1}, features=frozenset({"99"}))
+    assert info == ServerInfo(
+        version="9.0.0", limits={"max_message_bytes": 1}, features=frozenset({"99"}), consume_lists=frozenset()
+    )
 
 
 def test_the_client_has_the_same_limits() -> None:

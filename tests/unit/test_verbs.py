@@ -7,21 +7,14 @@ import tests.verbs
 from router.codec.lease_verbs import VERBS
 from shard.queue import settle
 from windrow import Client, SyncClient
-from windrow.v1 import queue_pb2, server_pb2
+from windrow.v1 import queue_pb2
 
 NAMES = {verb.method.lower() for verb in VERBS}
-# Routers of every release take these verbs in a ConsumeRequest.
-FIRST = {"ack", "nack", "extend", "release"}
 
 
 def test_each_list_of_a_stream_message_belongs_to_a_verb() -> None:
     lists = [field.name for field in queue_pb2.ConsumeRequest.DESCRIPTOR.fields if field.is_repeated]
     assert sorted(verb.stream_field for verb in VERBS) == sorted(lists)
-
-
-def test_a_feature_tells_that_a_router_takes_a_later_verb_in_a_stream() -> None:
-    features = {f"SERVER_FEATURE_{name.upper()}" for name in NAMES - FIRST}
-    assert features <= set(server_pb2.ServerFeature.keys())
 
 
 def test_shards_the_client_the_command_and_the_tests_about_each_verb_have_every_verb() -> None:

@@ -81,7 +81,8 @@ class NewJob:
       long as its lease is extended.
     - `group` (at most 256 bytes): at most group_concurrency (a setting of the queue; 1 by default) jobs of one group
       run at a time, in order. Default: no group.
-    - `retry`: when the job runs again after a failure. Default: the queue's setting, or exponential from 1 s to 1 h.
+    - `retry` (FixedRetry or ExponentialRetry): when the job runs again after a failure. Default: the queue's setting,
+      or exponential from 1 s to 1 h.
     - `dedup_key` (at most 256 bytes): enqueueing another job with this key in the queue stores nothing. Default: none.
     - `dedup_window` (s, or timedelta; 1 s to 30 days): how long the key counts, from when the job is stored. Default:
       1 day.

@@ -27,6 +27,8 @@ class ServerInfo:
     # The names without the prefix SERVER_FEATURE_, such as "ORG_METADATA". A feature that this client does not know is
     # a number.
     features: frozenset[str]
+    # The lists of ConsumeRequest that the router takes, such as "acks" (windrow/v1/server.proto).
+    consume_lists: frozenset[str]
 
 
 def read_server_info(message: server_pb2.GetServerInfoResponse) -> ServerInfo:
@@ -37,6 +39,7 @@ def read_server_info(message: server_pb2.GetServerInfoResponse) -> ServerInfo:
             for field, value in message.limits.ListFields()
         },
         features=frozenset(map(_feature_name, message.features)),
+        consume_lists=frozenset(message.consume_lists),
     )
 
 

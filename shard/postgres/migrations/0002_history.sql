@@ -1,3 +1,4 @@
+-- LOCKS SHARE ROW EXCLUSIVE: org
 -- Finished jobs (docs/decisions/0024-whole-days-turn-cold.md). `finished` has the days to which acks write, `cold` the
 -- days before. Both have a partition for each retention and UTC day, so that a day whose retention is over is dropped
 -- without reading its rows. The days of `finished` are made ahead of time (shard/postgres/partitions.py).

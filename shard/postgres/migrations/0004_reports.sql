@@ -1,3 +1,4 @@
+-- LOCKS ACCESS EXCLUSIVE: cold, dead, departing, finished, job
 -- What consumers report about a job while they hold its lease (Extend). Both stay with the job when the lease ends.
 -- `progress` is for people: an object with done, total and note, each only if it is not empty. `checkpoint` is for the
 -- next attempt, and opaque. NULL: nothing was reported.

@@ -1,3 +1,5 @@
+-- LOCKS ACCESS EXCLUSIVE: cold, dead, departing, finished, job
+-- READS: departing, job
 -- The dedup key of a job that counts while the job is live: docs/decisions/0031-keys-that-count-while-live.md. It stays
 -- with the job as what its producer gave, but only a row of windrow.job holds the key.
 -- `max_runtime_us` is how long one attempt may take, in microseconds; NULL: as long as its consumer extends the lease.

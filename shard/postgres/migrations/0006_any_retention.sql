@@ -1,3 +1,5 @@
+-- LOCKS ACCESS EXCLUSIVE: org, policy, queue
+-- READS: org, policy, queue
 -- A retention may be any number of days up to ten years. The partitions of `finished` and `cold` for another retention
 -- than the seven of 0002_history.sql are made when they are first needed (shard/postgres/partitions.py).
 ALTER TABLE windrow.policy

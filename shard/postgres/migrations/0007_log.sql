@@ -1,3 +1,4 @@
+-- LOCKS ACCESS EXCLUSIVE: job
 -- What the attempt under way has logged, as the newest extend reported it: a text of lines, the oldest first. NULL if it
 -- has logged nothing. When the lease ends, the text goes into the attempt's entry in `history`, so the other tables of
 -- jobs have no such column.

@@ -1,3 +1,4 @@
+-- LOCKS ACCESS EXCLUSIVE: catalog
 -- API keys, by which callers prove who they are. Only the catalog's tables are used. A key is `wr_ID_SECRET`; of the
 -- secret only its SHA-256 is stored, which is enough for 32 random bytes. A revoked key stays, so that its id keeps its
 -- meaning in logs.

@@ -1,3 +1,4 @@
+-- LOCKS ACCESS EXCLUSIVE: catalog
 -- Limits of how much orgs may enqueue (docs/decisions/0045-tokens-are-drawn-in-blocks.md). The catalog has the limits, and
 -- each shard has the buckets of its orgs.
 

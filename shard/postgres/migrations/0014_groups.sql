@@ -1,3 +1,5 @@
+-- LOCKS ACCESS EXCLUSIVE: cold, dead, departing, finished, job, owned_slot, queue
+-- READS: job, queue
 -- Concurrency per group key (docs/decisions/0047-a-slot-of-a-group-is-a-column-of-the-job.md): at most k jobs of one
 -- queue and group are leased at a time. The hot table comes last: see 0004_reports.sql.
 ALTER TABLE windrow.cold ADD COLUMN group_key text COLLATE "C";

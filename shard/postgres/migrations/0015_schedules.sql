@@ -1,3 +1,4 @@
+-- LOCKS ACCESS EXCLUSIVE: cold, dead, departing, finished, job
 -- Schedules: what stores jobs at instants of a calendar (docs/decisions/0050-schedules-are-fired-by-any-router.md).
 
 -- Which run of a schedule stored the job, as JSON (shard/schedule.py). NULL: no schedule did. The hot table comes last: see

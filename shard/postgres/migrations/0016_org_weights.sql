@@ -1,3 +1,4 @@
+-- LOCKS ACCESS EXCLUSIVE: catalog
 -- The weights of orgs at consumers of all orgs (docs/decisions/0048-fair-shares-of-all-orgs-consumers.md). Only the catalog
 -- has rows here. An org without a row has the weight 1.
 CREATE TABLE windrow.org_weight (

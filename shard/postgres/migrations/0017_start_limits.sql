@@ -1,3 +1,5 @@
+-- LOCKS ACCESS EXCLUSIVE: usage_limit
+-- READS: usage_limit
 -- Limits of how many jobs start in an interval (docs/decisions/0049-starts-are-held-back.md). Their buckets are in
 -- windrow.token_bucket, which takes any measure.
 ALTER TABLE windrow.usage_limit

@@ -1,3 +1,6 @@
+-- LOCKS SHARE: job
+-- LOCKS ACCESS EXCLUSIVE: usage_limit
+-- READS: job, usage_limit
 -- Limits of how many jobs are leased at a time (docs/decisions/0052-leases-in-flight-are-counted.md), and of how many have
 -- not ended (docs/decisions/0053-backlogs-are-counted-by-those-who-add-to-them.md).
 ALTER TABLE windrow.usage_limit

@@ -1,3 +1,4 @@
+-- LOCKS ACCESS EXCLUSIVE: cold, dead, departing, finished, job
 -- Workflows: graphs of jobs (docs/decisions/0054-ends-of-nodes-are-appended-and-folded.md).
 
 -- Which node of a workflow the job is: the workflow's id, a slash, and the node's number. NULL: it is in no workflow. The

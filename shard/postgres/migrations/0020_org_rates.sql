@@ -1,3 +1,5 @@
+-- LOCKS ACCESS EXCLUSIVE: org_figures, org_figures_counted
+-- READS: org_figures, org_figures_counted
 -- How fast each org's jobs come and go, between the last two counts (docs/decisions/0062-rates-between-two-counts.md).
 -- Counts of before know nothing of the accepted jobs: the first count after this migration gives no rates.
 TRUNCATE windrow.org_figures, windrow.org_figures_counted;

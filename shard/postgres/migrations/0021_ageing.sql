@@ -1,3 +1,5 @@
+-- LOCKS ACCESS EXCLUSIVE: job, queue
+-- READS: queue
 -- Priorities that age (docs/decisions/0063-jobs-that-waited-long-go-first.md): for each step between a job's priority and 1
 -- it waits for so long at most, and is then moved to priority 1. NULL: never.
 ALTER TABLE windrow.queue

@@ -1,3 +1,5 @@
+-- LOCKS ACCESS EXCLUSIVE: workflow_arrival, workflow_edge
+-- READS: workflow_edge
 -- A fold releases and cancels at most a portion of jobs, and leaves the rest to others
 -- (docs/decisions/0058-folds-in-portions.md).
 

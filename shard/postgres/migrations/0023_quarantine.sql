@@ -1,3 +1,5 @@
+-- LOCKS ACCESS EXCLUSIVE: job, queue
+-- READS: job, queue
 -- Kinds whose jobs keep ending their workers (docs/decisions/0064-kinds-that-crash-their-workers.md).
 
 -- After how many crashes in a row a kind of the queue's jobs is quarantined. NULL: never.

@@ -1,3 +1,5 @@
+-- LOCKS ACCESS EXCLUSIVE: workflow
+-- READS: workflow
 -- A workflow that is retried is started once more, as a new one (docs/decisions/0065-a-retry-is-a-new-workflow.md).
 
 -- The workflow that it retries.

@@ -1,3 +1,4 @@
+-- LOCKS ACCESS EXCLUSIVE: schedule_run
 -- A run may be skipped because the shard lost history and may have stored it before
 -- (docs/decisions/0066-recovering-one-shard.md).
 ALTER TABLE windrow.schedule_run

@@ -1,3 +1,4 @@
+-- LOCKS ACCESS EXCLUSIVE: workflow, workflow_node
 -- Lets jobs of a running workflow add nodes to it (docs/decisions/0069-jobs-add-nodes.md).
 
 -- How many nodes were added. Their numbers come after those of the callbacks, which begin with `nodes`.

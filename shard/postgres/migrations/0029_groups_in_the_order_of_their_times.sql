@@ -1,3 +1,5 @@
+-- LOCKS SHARE: job
+-- READS: job
 -- Jobs of a group run in the order in which they became due, also a scheduled job that became due while no claim looked.
 
 -- Jobs of groups that have no slot and do not wait for one yet: they are not due, or nobody has noticed that they are.

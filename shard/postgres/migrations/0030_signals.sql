@@ -1,3 +1,4 @@
+-- LOCKS ACCESS EXCLUSIVE: workflow_node
 -- Lets nodes of workflows wait for signals (docs/decisions/0072-a-signal-ends-a-job-that-never-runs.md).
 
 -- Whether the node waits for a signal. Its job never runs. While the job is blocked, its `checkpoint` is the signal, if

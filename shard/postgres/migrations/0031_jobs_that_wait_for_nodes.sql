@@ -1,3 +1,4 @@
+-- LOCKS ACCESS EXCLUSIVE: job, workflow_edge
 -- Lets a job wait for nodes that it adds to its workflow (docs/decisions/0073-a-job-waits-for-the-nodes-it-adds.md).
 -- These nodes have higher numbers than the node that waits.
 ALTER TABLE windrow.workflow_edge

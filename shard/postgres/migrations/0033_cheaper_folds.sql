@@ -1,3 +1,5 @@
+-- LOCKS ACCESS EXCLUSIVE: workflow_arrival, workflow_node
+-- READS: workflow_arrival, workflow_node
 -- Folds of workflows write less (docs/decisions/0054-ends-of-nodes-are-appended-and-folded.md).
 
 -- The arrivals come first: the transactions that end jobs lock them before they lock the nodes.

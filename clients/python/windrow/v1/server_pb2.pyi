@@ -30,11 +30,7 @@ class _ServerFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServerF
     """Never sent."""
     SERVER_FEATURE_ORG_METADATA: _ServerFeature.ValueType  # 1
     """The router refuses a call whose metadata `windrow-org` names another org than its request (queue.proto)."""
-    SERVER_FEATURE_SNOOZE: _ServerFeature.ValueType  # 2
-    """The router takes ConsumeRequest.snoozes. A router without this feature ignores snoozes, and answers the message as
-    if they were done: the leases end by their windows, and the attempts count.
-    """
-    SERVER_FEATURE_JOB_SEARCH: _ServerFeature.ValueType  # 3
+    SERVER_FEATURE_JOB_SEARCH: _ServerFeature.ValueType  # 2
     """The router takes ListJobsRequest.attributes and ListJobsRequest.states. A router without this feature ignores these
     fields, and lists other jobs too: a client that changes the listed jobs must compare them first.
     """
@@ -48,11 +44,7 @@ SERVER_FEATURE_UNSPECIFIED: ServerFeature.ValueType  # 0
 """Never sent."""
 SERVER_FEATURE_ORG_METADATA: ServerFeature.ValueType  # 1
 """The router refuses a call whose metadata `windrow-org` names another org than its request (queue.proto)."""
-SERVER_FEATURE_SNOOZE: ServerFeature.ValueType  # 2
-"""The router takes ConsumeRequest.snoozes. A router without this feature ignores snoozes, and answers the message as
-if they were done: the leases end by their windows, and the attempts count.
-"""
-SERVER_FEATURE_JOB_SEARCH: ServerFeature.ValueType  # 3
+SERVER_FEATURE_JOB_SEARCH: ServerFeature.ValueType  # 2
 """The router takes ListJobsRequest.attributes and ListJobsRequest.states. A router without this feature ignores these
 fields, and lists other jobs too: a client that changes the listed jobs must compare them first.
 """
@@ -84,6 +76,7 @@ class GetServerInfoResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
+    CONSUME_LISTS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """The release of the router that answers, such as "0.1.0". Programs should decide by limits and features, not by the
     version.
@@ -96,16 +89,24 @@ class GetServerInfoResponse(_message.Message):
     def features(self) -> _containers.RepeatedScalarFieldContainer[Global___ServerFeature.ValueType]:
         """Features of this router that other releases may lack. A client must accept values that it does not know."""
 
+    @_builtins.property
+    def consume_lists(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The lists of ConsumeRequest that this router takes, by the names of their fields, such as "acks". The router ignores
+        any other list, and answers the message as if the list were done: the leases end by their windows, and the attempts
+        count. A client that may meet older routers looks here before it sends a list that came with a later release.
+        """
+
     def __init__(
         self,
         *,
         version: _builtins.str = ...,
         limits: Global___ServerLimits | None = ...,
         features: _abc.Iterable[Global___ServerFeature.ValueType] | None = ...,
+        consume_lists: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "limits", b"limits", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consume_lists", b"consume_lists", "features", b"features", "limits", b"limits", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
