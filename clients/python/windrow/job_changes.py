@@ -20,8 +20,8 @@ from windrow.payloads import checked_text, duration, named_timestamp
 from windrow.v1 import admin_pb2, queue_pb2
 
 _PAGE_MAX = 1000
-# A step finds the jobs of one page and changes them. Then the client rests for _REST times as long, because consumers
-# come first.
+# A step finds the jobs of one page and changes them. Then the client rests for _REST times the duration of the step,
+# because consumers come first.
 _STEP_MAX = 200
 _REST = 50
 # The client rests no longer than this, because a call may have been slow only because a shard was away.
@@ -218,9 +218,9 @@ class JobChanges(AdminCalls):
         jobs as cancel_where does.
 
         Skips a job that already has the wanted values, so that a repeated call continues where the first one stopped.
-        With `delay`, no such job is skipped, because each call counts the delay from its own time."""
-        if not priority and run_at is None and delay is None and attributes is None:
-            raise invalid_argument("priority", "must be set, unless run_at, delay or attributes is")
+        With `delay`, no job has the wanted time already, because each call counts the delay from its own time.""" if
+        not priority and run_at is None and delay is None and attributes is None: raise invalid_argument("priority",
+        "must be set, unless run_at, delay or attributes is")
         # Check the values before a dry run too.
         _alteration(self.org, priority, run_at, delay, attributes)
         now = datetime.now(UTC)
