@@ -218,9 +218,9 @@ class JobChanges(AdminCalls):
         jobs as cancel_where does.
 
         Skips a job that already has the wanted values, so that a repeated call continues where the first one stopped.
-        With `delay`, no job has the wanted time already, because each call counts the delay from its own time.""" if
-        not priority and run_at is None and delay is None and attributes is None: raise invalid_argument("priority",
-        "must be set, unless run_at, delay or attributes is")
+        With `delay`, no such job is skipped, because each call counts the delay from its own time."""
+        if not priority and run_at is None and delay is None and attributes is None:
+            raise invalid_argument("priority", "must be set, unless run_at, delay or attributes is")
         # Check the values before a dry run too.
         _alteration(self.org, priority, run_at, delay, attributes)
         now = datetime.now(UTC)
