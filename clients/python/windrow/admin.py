@@ -162,7 +162,7 @@ class Stats:
 class RestoreRefusal(enum.Enum):
     """Why a job was not restored."""
 
-    # This org has no such job, or has it no longer.
+    # This org has no such job, or no longer has it.
     NOT_FOUND = "not_found"
     # The job is blocked, scheduled, ready or leased.
     LIVE = "live"
@@ -205,7 +205,7 @@ class AdminCalls:
                 return queues
 
     async def get_queue(self, queue: str) -> QueueRecord:
-        """Raises NotFound."""
+        """Returns one queue. Raises NotFound."""
         request = admin_pb2.GetQueueRequest(org=self.org, queue=queue)
         return _read_queue((await self._ask(lambda stub: stub.GetQueue, request)).queue)
 
@@ -235,9 +235,9 @@ class AdminCalls:
         return _read_queue(response.queue)
 
     async def put_queue(self, queue: str, **settings: Unpack[QueueOptions]) -> QueueRecord:
-        """Creates a queue with these settings, or gives these settings to the queue if it exists. This is for programs
-        that set up their queues when they start. None: a new queue gets the default, and an existing queue keeps its
-        setting. Several processes may do this at the same time. Raises NotFound if somebody deletes the queue
+        """Creates a queue with these settings, or gives these settings to the queue if it exists. The method is for
+        programs that set up their queues when they start. None: a new queue gets the default, and an existing queue
+        keeps its setting. Several processes may call it at the same time. Raises NotFound if somebody deletes the queue
         meanwhile."""
         try:
             return await self.create_queue(queue, **settings)
@@ -247,7 +247,7 @@ class AdminCalls:
             return await self.update_queue(queue, **settings)
 
     async def pause_queue(self, queue: str) -> QueueRecord:
-        """Stops giving the queue's jobs to consumers; enqueues, acks and leases continue. Raises NotFound."""
+        """Pauses a queue: consumers get no more of its jobs. Enqueues, acks and leases continue. Raises NotFound."""
         request = admin_pb2.PauseQueueRequest(org=self.org, queue=queue)
         return _read_queue((await self._ask(lambda stub: stub.PauseQueue, request)).queue)
 
@@ -257,7 +257,7 @@ class AdminCalls:
         return _read_queue((await self._ask(lambda stub: stub.ResumeQueue, request)).queue)
 
     async def delete_queue(self, queue: str) -> None:
-        """Deletes a queue and its settings. Its finished jobs can still be found. Raises NotFound. Raises
+        """Deletes a queue and its settings. The finished jobs of the queue can still be found. Raises NotFound. Raises
         FailedPrecondition if the queue holds jobs that are live or dead."""
         await self._ask(lambda stub: stub.DeleteQueue, admin_pb2.DeleteQueueRequest(org=self.org, queue=queue))
 
@@ -268,7 +268,7 @@ class AdminCalls:
         return list(map(_read_quarantine, response.quarantines))
 
     async def quarantine_kind(self, queue: str, kind: str, *, reason: str = "") -> None:
-        """Sets the jobs of this kind aside, until release_kind. Raises NotFound."""
+        """Sets the jobs of this kind aside until release_kind is called. Raises NotFound."""
         request = admin_pb2.QuarantineKindRequest(
             org=self.org,
             queue=checked_text("queue", queue),
@@ -287,9 +287,9 @@ class AdminCalls:
         """Cancels the queue's jobs that are not leased, at most `limit`; leased jobs may finish. Returns how many jobs
         it cancelled. Raises NotFound.
 
-        If a call fails and its jobs may have been cancelled, the client does not try again, because a second try could
-        cancel further jobs. The error says how many jobs the purge had cancelled before that call. Look at `stats`
-        before you call again.
+        A purge makes several calls to the router. If one of them fails and may have cancelled jobs, the client does not
+        try it again, because a second try could cancel further jobs. The error says how many jobs the purge had
+        cancelled before the failed call. Look at `stats` before you call again.
         """
 
         async def purge(count: int) -> tuple[int, bool]:
@@ -315,16 +315,16 @@ class AdminCalls:
     ) -> JobPage:
         """Returns a page of the org's jobs without leasing them, the newest first. If you pass `queue` and one live
         `state`, the jobs come in the order in which they will be claimed. `states`, instead of `state`: jobs in any of
-        these states, always the newest first. All conditions must be true of a job.
+        these states, always the newest first. A job is returned only if it meets all conditions.
 
         `attributes`: only jobs that have all of these, always the newest first.
 
         **A page may be empty although more pages follow**: if the org has thousands of jobs, the router searches for
         only some milliseconds per page. So read on until `next_page_token` is empty, or use iter_jobs.
 
-        `created_after` (inclusive) and `created_before` compare the times in the job ids. `page_size` is 1 to 1,000.
-        For the next page, pass the same conditions and the page's `next_page_token`. Raises NotFound if `queue` is
-        given and does not exist."""
+        `created_after` (inclusive) and `created_before` are compared with the times in the job ids. `page_size` is 1 to
+        1,000. For the next page, pass the same conditions and the page's `next_page_token`. Raises NotFound if `queue`
+        is given and does not exist."""
         if not 1 <= page_size <= _PAGE_MAX:
             raise invalid_argument("page_size", f"must be 1 to {_PAGE_MAX:,}, not {page_size}")
         request = admin_pb2.ListJobsRequest(
@@ -353,8 +353,8 @@ class AdminCalls:
         )
 
     async def iter_jobs(self, queue: str = "", **conditions: Unpack[JobConditions]) -> AsyncIterator[JobRecord]:
-        """Yields the jobs of all pages of list_jobs. Asks for a page after it has yielded all jobs of the page before.
-        A job that is stored or changes its state meanwhile may be left out. Raises what list_jobs raises, and
+        """Yields the jobs of all pages of list_jobs. Asks for the next page only after it has yielded all jobs of a
+        page. A job that is stored or changes its state meanwhile may be left out. Raises what list_jobs raises, and
         Unavailable if a shard of the org does not answer."""
         token = ""
         while True:
@@ -377,10 +377,10 @@ class AdminCalls:
         per_second: float = 0.0,
     ) -> int:
         """Makes the queue's dead jobs that meet all conditions ready again; their attempts are counted from 1 again.
-        The job that died first goes first. Redrives at most as many jobs as are dead now, because some may die again
-        meanwhile. Returns how many jobs it redrove. `per_second`: how many of the jobs become due per second; a job
-        that is not due yet is scheduled. 0: all jobs become due at once. Raises NotFound, Unavailable. A failed call is
-        not tried again, for the reason that purge_queue gives."""
+        The job that died first goes first. Redrives at most as many jobs as are dead now, because redriven jobs may die
+        again meanwhile. Returns how many jobs it redrove. `per_second`: how many of the jobs become due per second; a
+        job that is not due yet is scheduled. 0: all jobs become due at once. Raises NotFound, Unavailable. A failed
+        call is not tried again, for the reason that purge_queue gives."""
         conditions = admin_pb2.RedriveQueueRequest(per_second=per_second)
         redriven = 0
         set_time(conditions.died_after, "died_after", died_after)
@@ -627,7 +627,7 @@ def _read_stats(message: admin_pb2.QueueStats, *, with_finished: bool) -> QueueS
     )
 
 
-# The keys are the numbers of the enum in the proto files, where each name has a prefix.
+# The keys are the numbers of the enum values in the proto files. The names there have a prefix.
 _REFUSALS: dict[int, RestoreRefusal] = {
     admin_pb2.RestoreRefusal.Value(f"RESTORE_REFUSAL_{refusal.name}"): refusal
     for refusal in RestoreRefusal

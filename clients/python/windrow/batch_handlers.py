@@ -1,6 +1,6 @@
 """Batch handlers, which take many jobs at once: how a batch handler is run, and what becomes of each job.
 
-Does not know how jobs are gathered (gathering.py), nor when a batch begins (worker.py).
+This module does not know how jobs are gathered (gathering.py), nor when a batch begins (worker.py).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class BatchHandlers:
         self._handlers = handlers
         self._tracing = tracing
         self._by_gathering: dict[Gathering, Registered] = {}
-        # For each kind, where its jobs wait.
+        # Where the jobs of each kind wait.
         self.by_kind: dict[str, Gathering] = {}
 
     def add(
@@ -128,7 +128,7 @@ class BatchHandlers:
         )
 
     def _all_failed(self, batch: Sequence[HeldLease], error: BaseException, span: trace.Span) -> Action:
-        """Returns the outcome of all jobs of a batch whose handler has raised `error`, and logs it once."""
+        """Returns the outcome that every job of a batch gets if the handler has raised `error`. Logs the error once."""
         if not isinstance(error, Outcome) or error.is_failure:
             fail(span, error)
         action, cause = action_of(error, runners=RUNNERS)

@@ -95,7 +95,7 @@ class CallFailure:
     violations: tuple[Violation, ...] = ()
     # How long the router asked the client to wait.
     retry_after_s: float | None = None
-    # A reason of docs/errors.md; empty if the error does not come from a router's code.
+    # One of the reasons in docs/errors.md; empty if the error does not come from a router's code.
     reason: str = ""
     limit: LimitReached | None = None
 
@@ -150,9 +150,9 @@ class Calls:
         self.try_s = try_s
         self._tokens = tokens
         self._tasks: set[asyncio.Task[None]] = set()
-        # What close() ends: waits for anything else than a router's answer.
+        # The waits that close() must end: each waits for something other than a router's answer.
         self._scopes: set[asyncio.Timeout] = set()
-        # A router has answered, or the log says already that none does.
+        # A router has answered, or the log says already that no router answers.
         self._heard = False
         # A router has answered, so the address and the TLS settings are right.
         self.answered = False
@@ -280,7 +280,7 @@ class Calls:
                 await asyncio.wait(self._tasks)
 
     def refuse(self) -> None:
-        """Lets all later calls raise ClientClosed, and leaves the connections open. Thread-safe."""
+        """Makes all later calls raise ClientClosed, and leaves the connections open. Thread-safe."""
         self.channels.closed = True
 
     @property

@@ -27,8 +27,8 @@ class Cause:
     """One cause. `str(cause)` is a sentence for people.
 
     `name` is the cause's name in proto/windrow/v1/cause.proto, such as "jobs_ahead" or "no_consumer". `figures` has the
-    fields of its message: numbers, texts, times and durations; None: not known. A router of a later release may send a
-    cause that this release does not know: its name is then "unknown"."""
+    fields of the cause's message: numbers, texts, times and durations. A value that is None is not known. A router of a
+    later release may send a cause that this release does not know: its name is then "unknown"."""
 
     name: str
     figures: Mapping[str, Figure]
@@ -107,7 +107,7 @@ def _read(message: cause_pb2.Cause, of_queue: bool) -> Cause:
 
 
 def _figure(value: Any, *, enum: str | None) -> Figure:
-    """`enum`: the name of the value's enum. None: the value is of no enum."""
+    """`enum`: the name of the value's enum. None: the value does not belong to an enum."""
     match value:
         case Timestamp():
             return moment(value)

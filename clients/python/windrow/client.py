@@ -66,7 +66,7 @@ from windrow.workflow_calls import WorkflowCalls
 ADDRESS_DEFAULT = "127.0.0.1:7419"
 ADDRESS_VARIABLE = "WINDROW_ADDRESS"
 WAIT_S_MAX = 60.0
-# If less than this remains of their waiting time, dequeue() and wait() make no further call.
+# dequeue() and wait() make no further call if less than this remains of their waiting time.
 _WORTH_WAITING_S = 0.1
 # A large request delays the other requests on its connection. So the client splits an independent request that has more
 # bytes than this, although a router would accept 16 MiB.
@@ -211,7 +211,7 @@ class Client(LeaseCalls, JobChanges, ScheduleCalls, WorkflowCalls):
 
         `independent`: each job is stored or refused by itself; the Enqueued of a job that was not stored has an
         `error`. The number of jobs is then unlimited: they are sent in several calls, of which a few run at the same
-        time. Raises only if all calls fail.
+        time. Raises an error only if all calls fail.
         """
 
         async def store(jobs: Sequence[NewJob]) -> list[Enqueued]:
@@ -393,8 +393,8 @@ class Client(LeaseCalls, JobChanges, ScheduleCalls, WorkflowCalls):
 
     async def find_job(self, queue: str, dedup_key: str, *, include_payload: bool = False) -> JobRecord | None:
         """Looks a job up by its dedup key. Returns the job whose key counts now, so that an enqueue with this key would
-        be a duplicate of it. Returns None if there is none. If the key counts for two jobs (as the live key of one, and
-        for a window of the other), returns the job with the live key."""
+        be a duplicate of it. Returns None if there is no such job. If the key counts for two jobs (as the live key of
+        one, and for a window of the other), returns the job with the live key."""
         request = queue_pb2.FindJobRequest(
             org=self.org,
             queue=checked_text("queue", queue),

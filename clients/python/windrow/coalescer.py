@@ -24,7 +24,7 @@ _Answer = TypeVar("_Answer")
 
 # A large call delays the other calls on its connection, and a call must stay well below the largest message.
 _BYTES_MAX = 4 * 1024 * 1024
-# The call's own error says more than a timeout does: give it a moment to arrive first.
+# The call's own error says more than a timeout does: give the error a moment to arrive before the timeout.
 _GRACE_S = 0.1
 
 
@@ -158,8 +158,8 @@ class Coalescer(Generic[_Item, _Answer]):
             pause_s = error.retry_after * random.uniform(1.0, 1.5)
             if loop.time() + pause_s < request.deadline:
                 self._paused += 1
-                # Not in the request's context: this code may run in that context. A loop with an eager task factory
-                # begins the task at once, and a context cannot be entered twice.
+                # Do not start the task in the request's context, because this code may already run in it: a loop with
+                # an eager task factory begins the task at once, and a context cannot be entered twice.
                 self._calls.spawn(self._send_later(request, pause_s), contextvars.Context())
                 return
         _fail(request, error)

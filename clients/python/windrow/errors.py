@@ -47,9 +47,9 @@ class WindrowError(Exception):
     `retry_after`: the seconds that the router asked to wait, or None. `reason`: why the call failed, for programs, such
     as "SHARD_UNAVAILABLE" (docs/errors.md); empty if the error does not come from a router's code. `limit`: the limit
     that had no room for the jobs, or None. `details`: the router's message without the call and its tries, to be shown
-    to people; empty if the error is not about one call. `made_ids`: the ids that enqueue (one for its job),
-    trigger_schedule (its request_id) or restore_jobs (its new_ids) sent. The call may have taken effect. A second call
-    with these ids does nothing twice.
+    to people; empty if the error is not about one call. `made_ids`: the ids that the call sent: the job's id for
+    enqueue, the request_id for trigger_schedule, the new_ids for restore_jobs. The failed call may have taken effect. A
+    second call with these ids does nothing twice.
     """
 
     retry_after: float | None = None

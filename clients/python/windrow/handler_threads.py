@@ -98,11 +98,11 @@ class HandlerThreads:
             self._threads.submit(begin)
         except RuntimeError:
             # No thread can be started now, for example at the limit of the process. The pool keeps the handler for the
-            # next thread that becomes free, but the attempt fails now: let no thread begin it.
+            # next thread that becomes free. But the attempt fails now, so no thread may begin the handler.
             if thread.cancel():
                 _mark(helds, in_thread=False)
                 raise
-            # A thread has become free and has begun it.
+            # A thread has become free meanwhile, and has begun the handler.
         if process is None:
             self._running.add(thread)
             thread.add_done_callback(self._running.discard)
@@ -110,7 +110,8 @@ class HandlerThreads:
             result, error = await asyncio.wrap_future(thread)
         except asyncio.CancelledError:
             if thread.cancel() or thread.done():
-                # The thread had not begun the handler, or has ended it just now, so no handler goes on alone.
+                # The thread had not begun the handler, or the handler has just ended. In both cases, no handler still
+                # runs.
                 _mark(helds, in_thread=False)
             elif process is None:
                 self._abandon(thread)
@@ -126,7 +127,8 @@ class HandlerThreads:
                 case None:
                     return result  # type: ignore[return-value]
                 case StopIteration() | GeneratorExit():
-                    # Neither may be raised in a coroutine: StopIteration ends it, and GeneratorExit closes it.
+                    # Neither of these two errors may be raised in a coroutine: StopIteration ends it, and GeneratorExit
+                    # closes it.
                     raise RuntimeError(f"the handler raised {type(error).__name__}") from error
                 case _:
                     raise error

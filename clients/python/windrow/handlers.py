@@ -421,8 +421,8 @@ def is_the_workers(error: BaseException, handler: Registered) -> bool:
     """Returns whether an error that a handler has raised is meant for the worker. Any other error decides the outcome
     of the job."""
     if isinstance(error, KeyboardInterrupt):
-        # Python raises it in the main thread at Ctrl-C. If it comes from another thread or process, the handler itself
-        # has raised it.
+        # At Ctrl-C, Python raises KeyboardInterrupt in the main thread, where only async handlers run. In another
+        # thread or process, the handler itself has raised the error.
         return handler.is_async
     # Find out whether the current task itself was cancelled, and not only something inside its handler.
     task = asyncio.current_task()

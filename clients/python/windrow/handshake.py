@@ -42,7 +42,7 @@ def fault(address: str, tls: Tls | None, pem: Pem | None) -> str | None:
     answer."""
     found = _HOST_AND_PORT.fullmatch(address)
     if found is None or (uses_proxy(address) and _has_proxy()):
-        # This module cannot connect as gRPC does.
+        # gRPC does not connect to this address directly, and this module cannot connect in the same way.
         return None
     at = found[1], int(found[2])
     try:

@@ -1,4 +1,4 @@
-"""Job ids: UUIDv7, in the order in which they were made. Owns this process's last id.
+"""Job ids: UUIDv7, in the order in which they were made. This module keeps the last id of the process.
 
 RFC 9562, section 5.7, with the monotonic random counter of section 6.2, method 2: the last 48 bits are the counter.
 Every millisecond, all random bits are taken anew from the system's random source, except the counter's top bit, which

@@ -20,8 +20,8 @@ from windrow.payloads import checked_text, duration, named_timestamp
 from windrow.v1 import admin_pb2, queue_pb2
 
 _PAGE_MAX = 1000
-# A step finds the jobs of one page and changes them. Then the client rests for _REST times as long, because consumers
-# come first.
+# A step finds the jobs of one page and changes them. Then the client rests for _REST times the duration of the step,
+# because consumers come first.
 _STEP_MAX = 200
 _REST = 50
 # The client rests no longer than this, because a call may have been slow only because a shard was away.

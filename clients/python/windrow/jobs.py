@@ -171,8 +171,8 @@ class Enqueued:
     - `duplicate`: the id or the dedup key existed already. Nothing was stored, and `id` is the id of the existing job.
     - `state`: the state of the existing job, if this is a duplicate. None if that job has been deleted since, or if its
       shard did not say.
-    - `differs`: the stored job with the same id has another queue, kind or payload, so one id was used for two jobs.
-      For a duplicate by its dedup key it is always False, even if the two jobs differ.
+    - `differs`: the stored job with the same id has another queue, kind or payload, so one id was used for two jobs. If
+      the job is a duplicate by its dedup key, `differs` is always False, even if the two jobs differ.
     - `error`: why this job was not stored. Only set by an independent enqueue_many.
     """
 
@@ -184,8 +184,8 @@ class Enqueued:
 
 
 def newly_stored(ids: Iterable[str]) -> list[Enqueued]:
-    """Returns the results for jobs that are all newly stored. Sets only the ids, because the class has the defaults.
-    This takes a fifth of the time that calls of Enqueued() would take."""
+    """Returns the results for jobs that are all newly stored. Sets only the ids, because the class has the defaults of
+    the other fields. This takes a fifth of the time that calls of Enqueued() would take."""
     results: list[Enqueued] = []
     for id_ in ids:
         stored = _new(Enqueued)

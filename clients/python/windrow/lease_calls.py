@@ -218,7 +218,7 @@ class LeaseCalls:
         entry_bytes: int = 0,
     ) -> Answer | list[Answer]:
         """Sends one job, or many jobs in parts. `send` gets an org and jobs of that org. `entry_bytes`: how many bytes
-        a request has for each job, besides its lease and its log."""
+        a request has for each job, besides the job's lease and log."""
         if isinstance(jobs, Job):
             (answer,) = answers(await send(jobs.org or self.org, [jobs]))
             return answer

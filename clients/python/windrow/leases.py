@@ -1,9 +1,9 @@
-"""The leases that a worker holds, and when they are extended. Does not know what runs under them.
+"""The leases that a worker holds, and when they are extended. This module does not know what runs under a lease.
 
-Time is the worker's own monotonic clock. For the worker, a lease begins at the receipt of its job, or just before its
-last successful extend was sent. So the lease usually ends no later for the worker than at the shard. If it ends later,
-then by at most the time that the job travelled. So a worker that cannot reach its router gives up a job before another
-worker gets it, or at the same moment. If both run the job nevertheless, fencing rejects the older lease.
+All times come from the worker's own monotonic clock. For the worker, a lease begins at the receipt of its job, or just
+before its last successful extend was sent. So the lease usually ends no later for the worker than at the shard. If it
+ends later, then by at most the time that the job travelled. So a worker that cannot reach its router gives up a job
+before another worker gets it, or at the same moment. If both run the job nevertheless, fencing rejects the older lease.
 """
 
 from __future__ import annotations

@@ -113,10 +113,10 @@ _IDLE_FIRST_S, _IDLE_MAX_S = 0.02, 1.0
 _REST_FIRST_S, _REST_MAX_S = 0.5, 30.0
 # While an org's jobs wait, the log says so this often.
 _TELL_AGAIN_S = 60.0
-# How long to wait for an org's jobs to be stored, which delays the next batch. The time starts at the first value and
-# doubles after each timeout of the org. The first value is no longer than the pause that a router asks for when a shard
-# is away. So a call to such a shard fails at once, without a second try. After a timeout the org is slow, and its jobs
-# go in other batches.
+# How long to wait for an org's jobs to be stored. The next batch waits for as long. The time starts at the first value
+# and doubles after each timeout of the org. The first value is no longer than the pause that a router asks for when a
+# shard is away. So a call to such a shard fails at once, without a second try. After a timeout the org is slow, and its
+# jobs go in other batches.
 _SEND_FIRST_S, _SEND_MAX_S = 1.0, 10.0
 # Errors after which a retry may succeed. Three of them are not OperationalErrors. Two are raised if a transaction that
 # waits for the router stays open for longer than the server allows. One is raised if the server is a standby, or not
@@ -452,7 +452,8 @@ class Relay:
         rest.until = now + pause_s
         rest.next_s = min(_REST_MAX_S, rest.next_s * 2)
         if isinstance(error, DeadlineExceeded):
-            # The org's shard may be slow, and not away. Its jobs would never be stored if each try had the same time.
+            # The org's shard may be slow, and not away. The org's jobs would never be stored if each try had the same
+            # time.
             rest.timeout_s = min(_SEND_MAX_S, rest.timeout_s * 2)
 
 

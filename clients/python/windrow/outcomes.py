@@ -129,7 +129,7 @@ class Waits(Action):
         raise AssertionError("a lease that has ended has no outcome to report")
 
 
-# By far the most frequent outcome, so one object is used for all of them.
+# This is by far the most frequent outcome, so all jobs without a result share one object.
 DONE = Done()
 
 
@@ -216,7 +216,8 @@ class Snooze(Outcome):
 
 class Waiting(Outcome):
     """Raised by wait_for: the lease has ended, and the job waits for nodes of its workflow. A handler must not catch
-    this exception, because its own outcome would be dropped. Nothing has failed, and the attempt does not count."""
+    this exception, because the outcome of such a handler would be dropped. Nothing has failed, and the attempt does not
+    count."""
 
     def __init__(self, nodes: int) -> None:
         super().__init__(nodes)

@@ -1,5 +1,5 @@
-"""Processes that run handlers, each for one job at a time. A process can be killed. This ends only the job of the
-process.
+"""Processes that run handlers, each for one job at a time. A process can be killed, which ends only the job that it
+runs.
 
 This module owns the processes and their pipes. It does not know the leases, and does not decide when a job must stop.
 """
@@ -170,7 +170,7 @@ class HandlerProcess:
         return received
 
     def retire(self) -> None:
-        """Lets the process run no other job from now on. Does not wait for anything."""
+        """Prevents the process from running another job. Does not wait for anything."""
         self._over = True
 
     def kill(self) -> None:
@@ -227,7 +227,8 @@ class HandlerProcess:
 
 
 def can_be_sent(function: Callable[..., object]) -> bool:
-    """Returns whether a process can get this function. What is sent is the function's name and that of its module."""
+    """Returns whether a process can get this function. A process gets only the name of the function and the name of its
+    module."""
     try:
         pickle.dumps(function)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -271,7 +272,7 @@ class _WorkersEnd:
         self._numbers = itertools.count()
         # The questions that the worker has not answered yet, by their numbers.
         self._asked: dict[int, Future[None]] = {}
-        # A handler runs, or is about to.
+        # A handler runs, or is about to run.
         self.busy = False
         # The calls of handlers, and None when the worker has closed the pipe.
         self.calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()

@@ -28,7 +28,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A report of a handler. None: the earlier report stays. An empty checkpoint removes the earlier one."""
+    """A report of a handler. If a field is None, its earlier value stays. An empty checkpoint removes the earlier
+    one."""
 
     progress: Progress | None = None
     checkpoint: bytes | None = None

@@ -40,15 +40,15 @@ _Response = TypeVar("_Response")
 
 
 class Overlap(enum.Enum):
-    """What happens to a run that is due while the job of the run before is scheduled, ready or leased."""
+    """What happens to a run that is due while the job of the previous run is scheduled, ready or leased."""
 
     ALLOW = "allow"
     SKIP = "skip"
-    # The run waits until the job of the run before has ended. One run may wait (BUFFER_ONE), or up to 100 (BUFFER_ALL);
-    # further runs are skipped.
+    # The run waits until the job of the previous run has ended. One run may wait (BUFFER_ONE), or up to 100 runs
+    # (BUFFER_ALL); further runs are skipped.
     BUFFER_ONE = "buffer_one"
     BUFFER_ALL = "buffer_all"
-    # The job of the run before is cancelled.
+    # The job of the previous run is cancelled.
     CANCEL_RUNNING = "cancel_running"
     UNKNOWN = "unknown"
 
@@ -181,7 +181,7 @@ class ScheduleCalls:
         self, name: str, schedule: Schedule | None = None, job: NewJob | None = None
     ) -> ScheduleRecord:
         """Replaces the timing of a schedule (`schedule`), or the template of its jobs (`job`), or both. A new timing
-        counts from now on. Raises NotFound."""
+        applies from now on. Raises NotFound."""
         request = schedules_pb2.UpdateScheduleRequest(org=self.org, name=checked_text("name", name))
         if schedule is not None:
             request.spec.CopyFrom(_spec(schedule))
@@ -194,7 +194,7 @@ class ScheduleCalls:
 
     async def put_schedule(self, name: str, schedule: Schedule, job: NewJob) -> ScheduleRecord:
         """Creates a schedule, or makes an existing schedule equal to this one. Does nothing if it is equal already. A
-        paused schedule stays paused. Several processes may do this at the same time."""
+        paused schedule stays paused. Several processes may call this method at the same time."""
         check_schedule(name, schedule, job)
         for tries_left in range(_TRIES_MAX, -1, -1):
             try:
@@ -294,8 +294,8 @@ class ScheduleCalls:
     ) -> list[str]:
         """Declares these schedules, and no others, under the name `declared_by` (1 to 128 bytes). Returns the names of
         the schedules that were declared under this name before and no longer are; `remove` deletes them. Several
-        processes may do this at the same time. Raises InvalidRequest if a schedule with the name of one of these
-        exists, but was not declared under `declared_by`."""
+        processes may call this method at the same time. Raises InvalidRequest if a schedule with the name of one of
+        these exists, but was not declared under `declared_by`."""
         wanted = list(declared)
         for name, schedule, job in wanted:
             with _about(name):
@@ -357,7 +357,7 @@ def _number(name: str, policy: Overlap) -> schedules_pb2.OverlapPolicy.ValueType
 
 
 def _spec(schedule: Schedule) -> schedules_pb2.ScheduleSpec:
-    """Raises InvalidRequest, with the name of a field of Schedule that cannot be sent."""
+    """Returns the message of a schedule. Raises InvalidRequest, which names the field that cannot be sent."""
     given: object = schedule
     if not isinstance(given, Schedule):
         raise invalid_argument("schedule", f"must be a windrow.Schedule, not {shown(given)}")
@@ -451,7 +451,7 @@ def _read_run(message: schedules_pb2.ScheduleRun) -> ScheduleRun:
     )
 
 
-# The numbers are those of the enums in the proto files, where each name has a prefix.
+# The numbers are those of the enum values in the proto files. The names there have a prefix.
 _OVERLAP_NUMBERS: dict[Overlap, schedules_pb2.OverlapPolicy.ValueType] = {
     policy: schedules_pb2.OverlapPolicy.Value(f"OVERLAP_POLICY_{policy.name}")
     for policy in Overlap

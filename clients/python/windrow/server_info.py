@@ -24,8 +24,8 @@ class ServerInfo:
     # limits["max_message_bytes"]. A limit that the router does not send, because it is older than this client, is
     # absent.
     limits: Mapping[str, int | timedelta]
-    # The names without the prefix SERVER_FEATURE_, such as "ORG_METADATA". A feature that this client does not know is
-    # a number.
+    # The names of the features without the prefix SERVER_FEATURE_, such as "ORG_METADATA". A feature that this client
+    # does not know is a number.
     features: frozenset[str]
     # The lists of ConsumeRequest that the router takes, such as "acks" (windrow/v1/server.proto).
     consume_lists: frozenset[str]

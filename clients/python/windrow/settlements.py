@@ -1,8 +1,9 @@
 """What a worker reports about its leases: acks, nacks, releases and extends, batched into messages without delay.
 
-Owns the entries that wait to be sent or are sent but not answered. Does not know how a message travels.
-A message carries every entry that waits when it is sent. At most UNANSWERED_MAX messages may be unanswered; entries
-that come meanwhile go with the next message. An idle worker sends an ack at once; a busy one sends hundreds together.
+This module owns the entries that wait to be sent, and those that are sent but not answered. It does not know how a
+message travels. A message carries every entry that waits when it is sent. At most UNANSWERED_MAX messages may be
+unanswered; entries that come meanwhile go with the next message. An idle worker sends an ack at once; a busy one sends
+hundreds together.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class _Entry:
 
     @property
     def tells_log(self) -> bool:
-        """Whether to send the entry with the lines that the handler has logged. An extend is sent with them only if
-        some are new."""
+        """Whether to send the entry with the lines that the handler has logged. An extend is sent with the lines only
+        if some of them are new."""
         if self.is_extend:
             return self.held.job.logged.count > self.held.lines_told
         return self.held.logs
@@ -91,7 +92,7 @@ class Settlements:
         self._connectivity = connectivity
         self._backoff = backoff
         self._waiting: deque[_Entry] = deque()
-        # The entry that carries a report, for each job with such an entry. A second report must wait until the first is
+        # For each job that has an entry with a report: that entry. A second report must wait until the first is
         # answered: the router settles messages in parallel, and the older report could be stored last.
         self._reports: dict[HeldLease, _Entry] = {}
         self._unanswered: dict[int, _Message] = {}
@@ -183,7 +184,7 @@ class Settlements:
         self._waiting.append(entry)
 
     def fill(self, request: queue_pb2.ConsumeRequest) -> bool:
-        """Adds the entries that may be sent now. Returns whether there were any; then they count as sent."""
+        """Adds the entries that may be sent now, and marks them as sent. Returns whether there were any."""
         if self._retry_timer is not None or len(self._unanswered) >= UNANSWERED_MAX:
             return False
         if self._is_isolating():

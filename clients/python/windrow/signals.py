@@ -27,7 +27,7 @@ _log = logging.getLogger("windrow.worker")
 _stops: list[Callable[[], None]] = []
 # For each signal that this module handles now, the handler that the signal had before.
 _before: dict[signal.Signals, Any] = {}
-# How many signals have come since this module took them over.
+# How many signals have come since this module took over the signals.
 _count = 0
 
 

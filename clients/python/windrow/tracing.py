@@ -10,8 +10,8 @@ Follows the semantic conventions for messaging spans (opentelemetry.io/docs/spec
   its parent, and also a link, as the conventions ask. A span around the worker itself becomes a second link.
 - A batch handler has one span `process <queue>` for its batch, with links to all jobs' contexts and no parent.
 
-Dequeues and acks have no spans: they are batches on the worker's schedule, not the user's. Without an OpenTelemetry SDK
-no spans are made, but a context that comes from elsewhere is still passed on.
+Dequeues and acks have no spans: the worker, and not the user, decides when it dequeues or acks a batch. Without an
+OpenTelemetry SDK no spans are made, but a context that comes from elsewhere is still passed on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Jobs of kinds that a worker has no handler for: decides when they run again, and logs them. No I/O but the log.
+"""Jobs of kinds that a worker has no handler for: decides when they run again, and logs them. No I/O except the log.
 
 Such a job is usually newer than its worker: a rolling deploy has updated the producers first. So the attempt does not
 count, and the job is given back for a pause that grows until a newer worker runs."""

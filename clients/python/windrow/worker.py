@@ -316,16 +316,16 @@ class Worker:
         return register
 
     async def run(self) -> None:
-        """Works until stop(), or, in the main thread, until SIGTERM or SIGINT. It does not handle these signals if the
-        program handles SIGTERM itself, as a web server does. A worker can run only once.
+        """Works until stop(), or, in the main thread, until SIGTERM or SIGINT. The worker does not handle these signals
+        if the program handles SIGTERM itself, as a web server does. A worker can run only once.
 
         To shut down, the worker takes no more jobs and releases the jobs that have not begun. It gives handlers `grace`
         to finish, then cancels them and releases their jobs, and sends the last acks. It also releases the job of a
         handler that catches its cancellation and returns, or whose clean-up fails; but if the handler raises Snooze,
-        Kill or a Retry with a delay, that is the job's outcome. It cannot stop a `def` handler: it sets job.lost, lets
-        the lease expire, and run() returns. The process then ends when the handler's thread ends, or by the next
-        signal, because run() has restored the old signal handlers. After a second signal, it restores them at once, so
-        a third signal ends the process even if a handler does not end when it is cancelled.
+        Kill or a Retry with a delay, that is the job's outcome. The worker cannot stop a `def` handler: it sets
+        job.lost, lets the lease expire, and run() returns. The process then ends when the handler's thread ends, or by
+        the next signal, because run() has restored the old signal handlers. After a second signal, it restores them at
+        once, so a third signal ends the process even if a handler does not end when it is cancelled.
 
         Raises a WindrowError that no retry can fix, such as PermissionDenied or RouterTooOld. If the task of run() is
         cancelled, the worker cancels its handlers and releases their jobs. If routers refuse the token after they have

@@ -73,10 +73,11 @@ class WorkflowCalls:
     async def wait_for(
         self, job: Job, nodes: Nodes, *, on_failed: FailurePolicy = FailurePolicy.CANCEL
     ) -> list[Parent]:
-        """Adds nodes to the workflow of a leased job like add_nodes, and lets the job wait for them. If all of them
-        have ended, or if there are none, returns them with their results, in the order of `nodes`. Otherwise raises
-        Waiting, which the handler must not catch: the attempt ends without counting, and the handler runs again from
-        its beginning when the nodes have ended. `on_failed` says what becomes of the job if one of the nodes fails.
+        """Adds nodes to the workflow of a leased job like add_nodes, and lets the job wait for them. If all nodes in
+        `nodes` have ended, or if `nodes` is empty, returns the nodes with their results, in the order of `nodes`.
+        Otherwise raises Waiting, which the handler must not catch: the attempt ends without counting, and the handler
+        runs again from its beginning when the nodes have ended. `on_failed` says what becomes of the job if one of the
+        nodes fails.
 
         The nodes may wait for each other, and for nodes that have ended. Raises what add_nodes raises, and
         InvalidRequest if one of the nodes waits for any other node, because that node might wait for the job."""
@@ -184,7 +185,7 @@ class WorkflowCalls:
     async def signal(self, workflow_id: str, node: str, payload: Payload = b"") -> bool:
         """Gives a signal to a node that waits for one (Nodes.signal). The payload, at most 64 KiB, becomes the node's
         result. The node ends when the nodes that it waits for have ended, too. Only the first signal counts. Returns
-        False if there was one before, perhaps from an earlier try of this call whose answer was lost.
+        False if there was a signal before, perhaps from an earlier try of this call whose answer was lost.
 
         Raises NotFound. Raises FailedPrecondition if the node waits for no signal, or has ended without one: no signal
         came in time, or the node was cancelled or skipped."""

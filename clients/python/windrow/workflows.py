@@ -84,7 +84,7 @@ class Node:
     is_unnamed: bool = field(default=False, repr=False)
     # Whether the node waits for Client.signal.
     is_signal: bool = False
-    # The nodes that it waits for, by name.
+    # The nodes that this node waits for, by name.
     waits_for: dict[str, FailurePolicy] = field(default_factory=dict[str, FailurePolicy], repr=False)
 
     def after(self, *nodes: Node | str, on_failed: FailurePolicy = FailurePolicy.CANCEL) -> Node:
@@ -277,7 +277,7 @@ class NodeRecord:
     name: str
     job_id: str
     state: NodeState
-    # The nodes that it waits for, by name.
+    # The nodes that this node waits for, by name.
     after: Mapping[str, FailurePolicy]
     callback: Callback | None
     ended_at: datetime | None
@@ -351,7 +351,7 @@ def read_parent(message: workflows_pb2.ParentInfo) -> Parent:
     )
 
 
-# The numbers are those of the enums in the proto files, where each name has a prefix.
+# The numbers are those of the enum values in the proto files. The names there have a prefix.
 _POLICY_NUMBERS: dict[FailurePolicy, workflows_pb2.FailurePolicy.ValueType] = {
     policy: workflows_pb2.FailurePolicy.Value(f"FAILURE_POLICY_{policy.name}")
     for policy in FailurePolicy
