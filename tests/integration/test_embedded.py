@@ -243,19 +243,32 @@ def test_start_and_stop_may_be_repeated(root: Path) -> None:
     cluster.stop()
 
 
-def test_committed_rows_survive_kill_and_start(root_with_a: Path) -> None: with Cluster("a", root=root_with_a) as
-    cluster: ask(cluster.dsn, "CREATE TABLE kept (n int)") with psycopg.connect(cluster.dsn) as held: # The backend of
-    this connection outlives the postmaster for a moment. for round_number in range(3): ask(cluster.dsn, f"INSERT INTO
-    kept VALUES ({round_number})") cluster.kill() assert not cluster.alive cluster.start() with
-    pytest.raises(psycopg.OperationalError): held.execute("SELECT 1") assert ask(cluster.dsn, "SELECT n FROM kept ORDER
-    BY n") == [(0,), (1,), (2,)]
+def test_committed_rows_survive_kill_and_start(root_with_a: Path) -> None:
+    with Cluster("a", root=root_with_a) as cluster:
+        ask(cluster.dsn, "CREATE TABLE kept (n int)")
+        with psycopg.connect(cluster.dsn) as held:  # Its backend outlives the postmaster for a moment.
+            for round_number in range(3):
+                ask(cluster.dsn, f"INSERT INTO kept VALUES ({round_number})")
+                cluster.kill()
+                assert not cluster.alive
+                cluster.start()
+            with pytest.raises(psycopg.OperationalError):
+                held.execute("SELECT 1")
+        assert ask(cluster.dsn, "SELECT n FROM kept ORDER BY n") == [(0,), (1,), (2,)]
 
 
-def test_start_waits_for_orphans_of_a_killed_server(root_with_a: Path) -> None: with Cluster("a", root=root_with_a) as
-    cluster, psycopg.connect(cluster.dsn) as held: orphan = held.info.backend_pid os.kill(orphan, signal.SIGSTOP) # The
-    stopped process cannot notice that its postmaster has gone. try: cluster.kill() with pytest.raises(StartFailed,
-    match=r"earlier server still hold .*/a/server\.lock"): cluster.start(timeout_s=0.2) finally: os.kill(orphan,
-    signal.SIGCONT) cluster.start() assert ask(cluster.dsn, "SELECT 1") == [(1,)]
+def test_start_waits_for_orphans_of_a_killed_server(root_with_a: Path) -> None:
+    with Cluster("a", root=root_with_a) as cluster, psycopg.connect(cluster.dsn) as held:
+        orphan = held.info.backend_pid
+        os.kill(orphan, signal.SIGSTOP)  # It cannot notice that its postmaster has gone.
+        try:
+            cluster.kill()
+            with pytest.raises(StartFailed, match=r"earlier server still hold .*/a/server\.lock"):
+                cluster.start(timeout_s=0.2)
+        finally:
+            os.kill(orphan, signal.SIGCONT)
+        cluster.start()
+        assert ask(cluster.dsn, "SELECT 1") == [(1,)]
 
 
 def test_a_stale_pid_file_that_names_another_server_does_not_block(root: Path) -> None:
@@ -442,10 +455,14 @@ def test_an_ephemeral_cluster_that_crashed_leaves_nothing_behind() -> None:
     assert segment not in shared_memory_segments()
 
 
-def test_an_ephemeral_cluster_goes_with_its_killed_owner(root: Path) -> None: with owner(root, "ephemeral") as (process,
-    pid, _, folder): started = [child.pid for child in psutil.Process(process.pid).children(recursive=True)] assert pid
-    in started with ending(started): # The watcher also ends, as soon as the folder is gone. os.kill(process.pid,
-    signal.SIGKILL) assert not folder.exists() assert processes_naming(folder) == []
+def test_an_ephemeral_cluster_goes_with_its_killed_owner(root: Path) -> None:
+    with owner(root, "ephemeral") as (process, pid, _, folder):
+        started = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        assert pid in started
+        with ending(started):  # The watcher ends too, when the folder is gone.
+            os.kill(process.pid, signal.SIGKILL)
+        assert not folder.exists()
+    assert processes_naming(folder) == []
 
 
 # Binaries
@@ -490,9 +507,11 @@ def test_the_search_for_binaries_lists_every_place(tmp_path: Path, monkeypatch: 
 
 
 def test_a_named_folder_is_used_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(BIN_VARIABLE, str(tmp_path / "nowhere")) with pytest.raises(BinariesNotFound,
-    match=f"{BIN_VARIABLE}: {tmp_path}/nowhere: has no program"): find_binaries() with pytest.raises(BinariesNotFound,
-    match=f"argument: {tmp_path}: has no program"): find_binaries(tmp_path) # The argument overrides the variable.
+    monkeypatch.setenv(BIN_VARIABLE, str(tmp_path / "nowhere"))
+    with pytest.raises(BinariesNotFound, match=f"{BIN_VARIABLE}: {tmp_path}/nowhere: has no program"):
+        find_binaries()
+    with pytest.raises(BinariesNotFound, match=f"argument: {tmp_path}: has no program"):
+        find_binaries(tmp_path)  # The argument counts more than the variable.
 
 
 def test_an_unsupported_version_is_refused_by_number(tmp_path: Path) -> None:

@@ -508,9 +508,11 @@ async def test_never_more_than_k_are_leased_whatever_consumers_do(
     databases: list[Database], books: QueueAdmin, org: OrgId
 ) -> None:
     """Two routers have many consumers, which end their leases in random ways. The unique index already bounds the
-    slots. This test counts the leases themselves, and drains the queue at the end.""" stores = [Store(database) for
-    database in databases] await books.create_queue(org, QUEUE, QueueSettings(group_concurrency=2, max_attempts=1000))
-    random = luck left = trials(400, thorough=10_000)
+    slots. This test counts the leases themselves, and drains the queue in the end."""
+    stores = [Store(database) for database in databases]
+    await books.create_queue(org, QUEUE, QueueSettings(group_concurrency=2, max_attempts=1000))
+    random = luck
+    left = trials(400, thorough=10_000)
 
     async def work(store: Store) -> None:
         nonlocal left
