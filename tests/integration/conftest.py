@@ -1,4 +1,4 @@
-"""Databases that record the statements that are sent to them, two shards, and the workflows of an org."""
+"""Fixtures: databases that record the statements sent to them, two shards, and the workflows of an org."""
 
 from __future__ import annotations
 

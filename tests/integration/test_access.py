@@ -1,5 +1,5 @@
-"""Who may call what, over gRPC: every method of the contract, and every reason for a refusal (tests/access.py). A call
-that is refused changes no row."""
+"""Who may call which method over gRPC. The tests cover every method of the contract, and every reason for a refusal
+(tests/access.py). A call that is refused changes no row."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def channel(secured: Secured) -> Iterator[grpc.Channel]:
 
 @pytest.fixture(scope="module")
 def owned(secured: Secured, channel: grpc.Channel) -> Target:
-    """Returns an org with things that nobody else may see or change."""
+    """Returns an org with things that no other org may see or change."""
     return things_of(channel, "acme", bearer(secured.key_of("acme")))
 
 
@@ -108,7 +108,8 @@ def test_the_health_of_a_router_is_told_to_anybody_and_its_methods_are_not(
     assert "windrow.v1.Queue" in {one.name for one in listed.list_services_response.service}
 
 
-# Calls of another org. They name that org itself, but ids, leases, keys and page tokens of `owned`.
+# Requests that another org sends. Each request names the sending org itself, but ids, leases, keys and page tokens that
+# belong to the org `owned`.
 NAMING: dict[str, Callable[[Target], Message]] = {
     **{
         name: REQUESTS[f"windrow.v1.{name}"]
@@ -188,8 +189,8 @@ def test_a_key_with_the_one_scope_that_a_method_needs_may_call_it(
 ) -> None:
     scope = scope_of(name)
     if scope in (None, Scope.READ, Scope.CLUSTER):
-        # A method with one of these scopes changes nothing of the org `owned`, so all these methods share this org: to
-        # make an org's things takes 25 calls.
+        # A method with one of these scopes changes nothing of the org `owned`. All these methods share this org,
+        # because making the things of an org takes 25 calls.
         target = owned
     else:
         org = f"may-{name}"
@@ -259,7 +260,7 @@ def test_only_a_key_for_all_orgs_with_the_scopes_read_and_cluster_may_scale_by_a
     del metadata["org"]
     for all_orgs in ("true", None):
         if all_orgs is None:
-            # If a request names no org, the router does not answer for all orgs.
+            # A request that names no org and does not ask for all orgs is not answered for all orgs.
             del metadata["allOrgs"]
         else:
             metadata["allOrgs"] = all_orgs

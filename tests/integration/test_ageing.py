@@ -28,7 +28,7 @@ AGEING_S = 100
 
 
 async def wait(database: Database, org: OrgId, seconds: int) -> None:
-    """Makes the org's visible jobs older: moves the time at which they became visible this many seconds back."""
+    """Makes the org's visible jobs older: moves the time at which they became visible back by `seconds`."""
     await database.run(
         b"""
         UPDATE windrow.job j
@@ -209,8 +209,7 @@ async def test_a_sweep_costs_no_more_with_many_jobs_that_have_aged_or_have_not(
             ((scanned,),), ((read,),) = await connection.run(reads, {}), await connection.run(indexed, {})
         print(ageing_s, moved, scanned, read)
         assert scanned == 0
-        # This run has moved a second batch. It has also read the dead row versions of the first batch, which the sweep
-        # moved.
+        # This run has moved a second batch. It has also read the dead row versions that remain of the first batch.
         assert read <= 4 * moved + 50
 
 

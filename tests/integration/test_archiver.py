@@ -61,7 +61,7 @@ async def once(field: Field) -> dict[ShardName, Pass | Exception]:
 
 @contextlib.asynccontextmanager
 async def archiving(field: Field, cluster: Cluster, listener: Listener = reporting.log) -> AsyncGenerator[None]:
-    """Runs the archiver during this scope, and then waits until it has stopped."""
+    """Runs the archiver during the block, and then waits until the archiver has stopped."""
     stop = asyncio.Event()
     running = asyncio.create_task(service.archive(WatchedFile(field.config), cluster, stop=stop, listener=listener))
     try:

@@ -1,5 +1,5 @@
-"""Finished jobs age: past days turn cold and are dropped later. Repeated enqueues get the same answer until the last
-day on which they may be repeated."""
+"""Finished jobs age: past days turn cold and are dropped later. A repeated enqueue gets the same answer until the last
+day on which it may be repeated."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def fresh_books(fresh_dsn: str) -> AsyncGenerator[QueueAdmin]:
 
 
 async def keep_for(database: Database, org: OrgId, days: int) -> None:
-    """Sets the retention of jobs that the org's queues finish from now on."""
+    """Sets the retention of the org's queues. It applies to jobs that finish from now on."""
     await database.run(b"UPDATE windrow.queue SET retention = %(days)s WHERE org = %(org)s", {"days": days, "org": org})
 
 
@@ -103,7 +103,7 @@ async def test_a_day_that_is_over_turns_cold_where_it_lies_and_its_jobs_are_foun
     (counts,) = await fresh_books.stats(org, QUEUE, include_finished=True)
     assert counts.succeeded == 3
     assert await store.cancel(org, ids, reason="") == [Answer.STALE] * 3
-    # An ack whose answer was lost may be repeated even at this time.
+    # An ack whose answer was lost may be repeated even after the day has turned cold.
     late = [lease._replace(job_hex=name.replace("-", "")) for lease, name in zip(sorted(leases), ids, strict=True)]
     assert await store.settle(Settlement.ack(org, late)) == [Answer.OK] * 3
 
@@ -213,7 +213,7 @@ async def test_a_day_that_another_session_locks_is_in_use_whatever_step_needs_th
     await age_finished(fresh_database, org, days=40)
     day, *_ = await days_over(fresh_database)
     async with await psycopg.AsyncConnection.connect(fresh_dsn, application_name="a report") as other:
-        # An operator's ANALYZE of all tables takes a while.
+        # Like an operator's `ANALYZE` of all tables, this `ANALYZE` locks the table for a while.
         await other.execute("ANALYZE windrow.cold_30")
         users = rf"cold_30 is in use by process {other.info.backend_pid} \(a report\)"
         with pytest.raises(InUse, match=users):
@@ -267,7 +267,7 @@ async def test_two_archivers_at_one_day_turn_it_cold_once(
     day, *_ = await days_over(fresh_database)
     outcomes = await asyncio.gather(*(turn_cold(fresh_database, day) for _ in range(2)), return_exceptions=True)
     assert [outcome.jobs for outcome in outcomes if isinstance(outcome, Aged)] == [5]
-    # The other one says so, and its pass goes on.
+    # An archiver that comes too late reports this, and continues its pass.
     with pytest.raises(InUse, match=f"{day.name} was changed by another archiver meanwhile"):
         await turn_cold(fresh_database, day)
     found = await books_of(fresh_books, org)

@@ -1,4 +1,5 @@
-"""The audit log: every change by an operator is in it before it begins, and its outcome afterwards."""
+"""The audit log contains every change by an operator before the change begins, and later also the outcome of the
+change."""
 
 from __future__ import annotations
 

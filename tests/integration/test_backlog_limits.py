@@ -151,8 +151,8 @@ async def test_a_queues_limit_is_its_own_and_a_repeat_is_no_new_job(cluster: Clu
 
 
 async def refused(client: windrow.Client, job: windrow.Job, nodes: windrow.Nodes) -> windrow.Added:
-    """Repeats a call that adds nodes until the router answers why it refuses the nodes. A call has several tries, and
-    the time for the last try may be too short for an answer."""
+    """Repeats an `add_nodes` call until the router's answer says why the nodes are refused. A call makes several tries.
+    If the time for the last try is too short for an answer, the call must be repeated."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             with contextlib.suppress(windrow.DeadlineExceeded):

@@ -1,7 +1,7 @@
 """Every field of every request with every kind of value that the contract forbids.
 
-A bad request is refused with a status that names the field, and changes nothing. The values name a seeded org, so that
-a bad request that is not refused changes the books of the org.
+A bad request is refused with a status that names the field, and changes nothing. The requests name a seeded org, so
+that a bad request that is not refused changes the books of the org.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def nacks(leases: Iterable[bytes], org: str = ORG) -> queue_pb2.NackRequest:
 
 
 def path_of(field: str) -> str:
-    """Returns the path within a NewJob of a field of `job_message`."""
+    """Returns the path of a field within a NewJob. `field`: the name of the field as an argument of `job_message`."""
     name = re.split(r"[.\[]", field)[0]
     if name in job_pb2.JobTemplate.DESCRIPTOR.fields_by_name:
         return f"template.{field}"
@@ -730,7 +730,7 @@ def workflow_cases() -> Iterator[Bad]:
         "of a word": base64.urlsafe_b64encode(b"mail").decode(),
         "of a negative number": base64.urlsafe_b64encode(b"-1").decode(),
         "of a large number": base64.urlsafe_b64encode(b"9" * 20).decode(),
-        # The database would refuse these two.
+        # The database would refuse the ids in the next two page tokens.
         "of almost an id": base64.urlsafe_b64encode(b"01234567-0123-7fff-bfff-ff-fffffffff").decode(),
         "of an id without dashes": base64.urlsafe_b64encode(b"0123456701" * 3 + b"234567").decode(),
         "too long": "x" * 100,
@@ -796,8 +796,8 @@ def before(cluster: Stubs) -> dict[tuple[str, str], bytes]:
     return books_of(cluster)
 
 
-# One test for each RPC, not for each request: every process of pytest collects all tests, and the reports of tests cost
-# more than these calls.
+# There is one test for each RPC and not for each request, because every process of pytest collects all tests, and
+# reporting a test costs more than sending a request.
 @pytest.mark.parametrize("rpc", sorted({bad.rpc for bad in CASES}))
 def test_a_bad_field_is_named_by_its_path_and_nothing_is_stored(
     cluster: Stubs, before: dict[tuple[str, str], bytes], rpc: str
@@ -809,7 +809,7 @@ def test_a_bad_field_is_named_by_its_path_and_nothing_is_stored(
 
 
 def answer_to(both: Stubs, bad: Bad) -> tuple[grpc.StatusCode, list[str], bool]:
-    """Returns the status code, the fields that the status names, and whether it shows a regular expression."""
+    """Returns the status code, the fields that the status names, and whether the status shows a regular expression."""
     try:
         send(both, bad.rpc, bad.request)
     except grpc.RpcError as error:
@@ -1033,7 +1033,7 @@ def test_the_fast_path_takes_plain_batches(jobs: Sequence[job_pb2.NewJob]) -> No
 
 
 def test_a_compressed_request_is_refused_with_the_reason(cluster: Stubs) -> None:
-    """16 KiB on the wire could become 16 MiB in memory."""
+    """Otherwise 16 KiB on the wire could become 16 MiB in memory."""
     request = enqueue(new_job(payload=b"x" * 100_000))
     refused = refusal(lambda: cluster.queue.Enqueue(request, timeout=PATIENCE_S, compression=grpc.Compression.Gzip))
     assert refused.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -41,7 +41,7 @@ HALF = SLOTS // 2
 PART = range(SLOTS - 1024, SLOTS)
 BUT_A_PART = {"weight": 15}
 LEFT = SLOTS - len(PART)
-# Slow enough that a move can be observed.
+# With this limit, a move takes long enough to be observed.
 SLOWLY = "[balancer]\njobs_per_second = 40\n"
 MORE_SLOWLY = "[balancer]\njobs_per_second = 10\n"
 Log = pytest.LogCaptureFixture

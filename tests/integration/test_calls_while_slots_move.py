@@ -1,5 +1,6 @@
-"""Clients notice nothing while their org's slot moves from one shard to another. Here routers are processes that learn
-of moves by themselves. The tests take each step of a balancer (docs/decisions/0017-moving-slots.md)."""
+"""Clients notice nothing while their org's slot moves from one shard to another. The routers are processes that learn
+of moves by themselves. There is no balancer: the tests take each step of a move
+(docs/decisions/0017-moving-slots.md)."""
 
 from __future__ import annotations
 
@@ -182,7 +183,8 @@ def test_a_router_frozen_before_a_move_and_woken_after_it_stores_nothing_twice_a
     os.kill(pid, signal.SIGSTOP)
     try:
         new, again = new_job(), new_job(dedup_key="k")
-        # These calls reach the router while the router is frozen. When it runs again, it handles them first.
+        # These calls reach the router while the router is frozen. When the router runs again, it handles these calls
+        # first.
         calls = [thread.submit(enqueue, cluster.near, org, job) for job in (new, waiting, finished, again)]
         cluster.begin(org).finish()
     finally:
@@ -390,7 +392,8 @@ def leave_long_ago(catalog: str, *, shard: str, slot: int) -> None:
 
 
 def test_a_job_that_was_due_long_since_is_taken_soon_after_it_has_come(cluster: Cluster) -> None:
-    """The routers have already claimed jobs on the target that fell due later than the jobs that arrive."""
+    """On the target, the routers have already claimed jobs that fell due later than the jobs that arrive by the
+    move."""
     org, old = cluster.org(), [new_job() for _ in range(3)]
     enqueue(cluster.near, org, *old)
     move = cluster.begin(org)
@@ -422,7 +425,7 @@ def test_an_org_on_two_shards_has_its_jobs_in_the_order_of_priority_on_each_of_t
 
 
 def test_a_waiting_consumer_gets_jobs_that_arrive_by_a_move(cluster: Cluster, thread: ThreadPoolExecutor) -> None:
-    # Even on a slow machine, the job becomes due only after the move.
+    # The delay is so long that the job becomes due only after the move, even on a slow machine.
     org, job = cluster.org(), new_job(delay=Duration(seconds=5))
     move = cluster.begin(org)
     waiting = thread.submit(dequeue, cluster.near, org, wait_s=60)

@@ -27,7 +27,7 @@ ORG = "acme"
 LARGE = bytes(1_000_000)
 
 
-# Returns the statements that wait for a lock.
+# A function that returns the statements that wait for a lock.
 Waiting: TypeAlias = Callable[[], Awaitable[frozenset[Any]]]
 
 
@@ -37,7 +37,7 @@ class Cluster:
     routers: Routers
 
     def errors(self) -> list[str]:
-        """Returns the log's lines that are worse than warnings."""
+        """Returns the log's lines that report errors."""
         lines = self.routers.log.read_text().splitlines()
         level = logging.getLevelName(logging.ERROR)
         return [line for line in lines if f" {level} " in line or line.startswith("Traceback")]

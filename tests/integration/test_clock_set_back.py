@@ -1,4 +1,4 @@
-"""A shard's clock that goes back hides no finished job, and a shard whose clock went back far refuses calls.
+"""If a shard's clock is set back, no finished job is hidden. If the clock is set back far, the shard refuses calls.
 
 In these tests the correct time is three hours ahead of the server's own clock, so that a test can set the clock back to
 the server's time.
@@ -70,7 +70,7 @@ FINISH: dict[str, Finish] = {
 
 async def purge(database: Database, org: OrgId, leases: list[Lease]) -> None:
     assert await Store(database).settle(Settlement.release(org, leases)) == [Answer.OK]
-    # On the clock that was set back, the job is due in three hours.
+    # By the clock that was set back, the job is due only in three hours.
     await database.run(b"UPDATE windrow.job SET visible_at = now(), run_at = now()", {})
     assert await QueueAdmin(database).purge_queue(org, QUEUE, limit=10, include_dead=False) == 1
 
@@ -152,7 +152,8 @@ async def test_a_shard_whose_clock_was_set_back_takes_no_calls_until_it_has_caug
         assert (await admin.get_queue(org, QUEUE)).queue == QUEUE
         (counts,) = await admin.stats(org, QUEUE, include_finished=True)
         assert counts.leased == 1
-        # A release for which no caller waits happens later.
+        # No caller waits for the answer of `release_soon`, so this release may happen later, when the clock is right
+        # again.
         (record,) = await store.get(org, ids_of(jobs), include_payload=False)
         assert record.state == "leased"
         store.release_soon(org, [lease])

@@ -18,8 +18,8 @@ from tests.routers import CHECKOUT, PATIENCE_S, running_routers, stubs, until, w
 from windrow.v1 import admin_pb2
 
 FOR_CALLS = 3
-# Connections that the pages name besides those for calls. FURTHER: up to two for lists and counts, and one that
-# listens. OF_CATALOG: those that the catalog's database has in addition.
+# The pages name these connections besides those for calls. FURTHER: up to two connections for lists and counts, and one
+# that listens. OF_CATALOG: the connections that the catalog's database has in addition.
 FURTHER, OF_CATALOG = 3, 2
 PAGES = ("docs/runbook.md", "deploy/README.md", "deploy/cluster.example.toml")
 ORGS = [f"org-{number}" for number in range(8)]

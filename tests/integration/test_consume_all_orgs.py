@@ -213,7 +213,7 @@ async def test_credit_is_never_exceeded_and_the_rest_comes_with_more_credit(near
         await near.enqueue(org, *(new_job(queue=queue) for _ in range(3)))
     async with near.stream(None, queue, credit=7) as stream:
         await stream.until_jobs(7)
-        # The answer arrives after everything that the router sent before.
+        # The answer arrives after everything that the router sent before the answer.
         assert await stream.settle(1, extends=[queue_pb2.Extend(lease=stream.jobs[0].lease)]) == []
         assert len(stream.jobs) == 7
         await stream.send(credit=100)

@@ -40,8 +40,8 @@ def values(address: str, query: str, org: OrgId) -> list[float]:
 
 
 def use(both: Stubs, org: str) -> None:
-    """Makes calls of each kind that the panels show. They store a new and a known job, and ack jobs in time and too
-    late. One call is refused."""
+    """Makes calls of each kind that the panels show. The calls enqueue a new job, enqueue the same job again, ack jobs,
+    and ack the same jobs again when it is too late. One call is refused."""
     jobs = [job_message(id=job_id(), queue="emails", kind="greet")]
     for _ in range(2):
         both.queue.Enqueue(queue_pb2.EnqueueRequest(org=org, jobs=jobs), timeout=PATIENCE_S)
@@ -81,7 +81,7 @@ def test_prometheus_has_data_for_every_query_of_a_cluster_that_works(
                 if panel["title"] in WITHOUT_DATA:
                     assert not values(address, query, org)
                 else:
-                    # A router writes the figures of shards every minute: wait for the second time, too.
+                    # A router writes the figures of shards every minute, and a query may need two of these figures.
                     until(has_data, f"there is data for {panel['title']}: {query}", within_s=200)
 
 

@@ -161,7 +161,7 @@ def test_one_port_is_listened_on_exposed_published_and_checked() -> None:
 def test_the_grace_period_is_longer_than_a_router_takes_to_end() -> None:
     drain_s = router_settings_of(DEPLOY / "compose" / "cluster.toml").drain_seconds
     for name in ROUTERS:
-        # The supervisor kills processes that have not ended within this time after the drain.
+        # The supervisor kills processes that have not ended within `END_S_MAX` after the drain.
         assert seconds(SERVICES[name]["stop_grace_period"]) >= drain_s + END_S_MAX
 
 

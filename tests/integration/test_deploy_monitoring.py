@@ -1,6 +1,6 @@
-"""The programs that watch the cluster of deploy/compose.yaml. The spans of its routers arrive, Prometheus starts with
-its own configuration, and the configurations of Grafana and of the collector fit together. Grafana and the collector
-are not started, because they are not installed on this machine.
+"""The programs that watch the cluster of deploy/compose.yaml. The spans of the cluster's routers arrive, Prometheus
+starts with the configuration in deploy/, and the configurations of Grafana and of the collector fit together. Grafana
+and the collector are not started, because they are not installed on this machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.routers import PATIENCE_S, until
 
 
 def configs(name: str) -> dict[str, str]:
-    """Returns the text of each file that a service is given, by its path in the container."""
+    """Returns the text of each file that a service is given, by the file's path in the container."""
     mounted = SERVICES[name]["configs"]
     return {one["target"]: (DEPLOY / COMPOSE["configs"][one["source"]]["file"]).read_text() for one in mounted}
 

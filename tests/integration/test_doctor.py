@@ -50,8 +50,8 @@ class Ward:
         return int(ended.value.code or 0), told.out, told.err
 
     def examine(self, *arguments: str) -> tuple[int, dict[str, Any]]:
-        """Returns the exit code and the findings about the only shard, without the findings that the server of the
-        tests always has."""
+        """Returns the exit code and the findings about the only shard, except the findings that the server of the tests
+        always causes."""
         code, out, err = self.windrow("--json", *arguments)
         assert err == ""
         (document,) = map(json.loads, out.splitlines())
@@ -70,7 +70,7 @@ class Ward:
         run(self.superuser_dsn if superuser else self.dsn, *statements)
 
     def is_cured(self, about: str, *arguments: str) -> bool:
-        """Waits until a finding is gone: some fixes need a moment."""
+        """Waits until the doctor no longer reports a finding, because some fixes need a moment."""
         return until(lambda: not self.findings(about, *arguments))
 
 
@@ -238,7 +238,7 @@ def test_days_without_a_partition_are_given_one(ward: Ward) -> None:
         async with connected(ward.dsn) as database:
             await partitions.make_ahead(database)
 
-    # The database was copied from a database that may have been made before midnight.
+    # The database is a copy of a database that may have been made before midnight, so a partition may be missing.
     asyncio.run(make_partitions())
     with psycopg.connect(ward.dsn) as connection:
         row = connection.execute(
@@ -272,7 +272,7 @@ def test_a_retention_without_a_partition_is_given_one_with_its_days(ward: Ward) 
 
 def test_a_table_with_many_rows_that_was_never_analyzed_is(ward: Ward) -> None:
     with psycopg.connect(ward.dsn, autocommit=True) as connection:
-        # Autovacuum must not be faster than this test.
+        # Otherwise autovacuum might analyze the table before the doctor examines it.
         connection.execute("ALTER TABLE windrow.tally SET (autovacuum_enabled = off)")
         connection.execute("INSERT INTO windrow.tally SELECT 1, 1 FROM generate_series(1, 100000)")
         connection.execute("SELECT pg_stat_force_next_flush()")
@@ -342,7 +342,7 @@ def test_a_shard_that_does_not_answer_is_reported_and_the_others_are_examined(wa
     first, second = map(json.loads, out.splitlines())
     assert (first["shard"], first["answered"], second["shard"], second["answered"]) == ("s1", True, "s2", False)
     assert second["error"] in err
-    # If there is also an unreachable shard, the exit code is that of the critical finding.
+    # Although a shard is unreachable too, the exit code is that of a critical finding.
     assert code == 1
     code, out, _ = ward.windrow()
     assert out.endswith("\n\ns2: no answer\n")

@@ -79,8 +79,8 @@ def made() -> Iterator[Path]:
 
 @pytest.fixture
 def root_with_a(root: Path, made: Path) -> Path:
-    """A root folder with a stopped cluster "a", for tests of what comes after the first start of a cluster. To make a
-    cluster takes half a second of CPU, and to copy one takes far less."""
+    """A root folder with a stopped cluster "a", for tests of what comes after the first start of a cluster. Making a
+    cluster takes half a second of CPU, and copying a cluster takes far less."""
     root.mkdir()
     root.chmod(0o755)
     # cp keeps the owner of each file.
@@ -97,7 +97,7 @@ def ask(dsn: str, query: str) -> list[tuple[object, ...]]:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Waits for something that the server does a little later."""
+    """Waits for a condition that the server makes true a little later."""
     deadline = time.monotonic() + WAIT_S
     while not holds():
         assert time.monotonic() < deadline
@@ -482,7 +482,7 @@ def test_it_works_on_every_version_found(root: Path, major: int, monkeypatch: py
         cluster.kill()
         cluster.start()
     assert version == [(major,)]
-    # Now no argument names the version, and the data directory tells it.
+    # This time no argument names the version: the cluster reads the version from the data directory.
     with Cluster("a", root=root) as again:
         assert ask(again.dsn, "SELECT FROM kept") == []
 

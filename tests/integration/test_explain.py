@@ -1,5 +1,5 @@
 """Why a job or a queue does not run: the tests produce each cause, and the answers name the cause with its figures.
-Also tests of the record of consumers, by which an answer can say that there is no consumer."""
+Other tests are about the record of consumers. From this record, an answer can tell that there is no consumer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FAILURE = Failure(type="SMTPError", message="no such mailbox")
 @dataclass(kw_only=True)
 class Scene:
     """A fleet in this process, and an org on its first shard. Jobs are enqueued and claimed by a store of another
-    router, so that the fleet's own consumers are not told of them."""
+    router, so that the fleet's own consumers are not told of the jobs."""
 
     fleet: Fleet
     buffer: Buffer
@@ -471,7 +471,7 @@ async def test_each_cause_is_named_with_its_figures(scene: Scene, case: str) -> 
     found = await scene.why(name)
     assert names(found.causes) == expected, found
     assert fits(found.causes[0]), found
-    # Only the id of a deleted job is known.
+    # Of a deleted job, only the id is known.
     if found.state != job_pb2.JOB_STATE_UNSPECIFIED:
         assert (found.queue, found.kind, found.shard) == (QUEUE, KIND, SHARD)
 

@@ -1,7 +1,7 @@
 """Cold days are exported to a directory or a bucket before they are dropped. Exports are read back, and no day is
 dropped without an export.
 
-`./run test --thorough` makes the day of the largest test a million jobs; -s shows its figures.
+With `./run test --thorough`, the day of the largest test has a million jobs. `-s` shows the figures of this test.
 """
 
 # ruff: noqa: ASYNC240 - the files are small, and nobody waits
@@ -81,7 +81,7 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def s3_server() -> Generator[str, None, None]:
-    """An S3 server in this process. To import its module takes seconds. So the import must not happen while connections
+    """An S3 server in this process. Importing the module takes seconds. So the import must not happen while connections
     with a timeout of five seconds are being made."""
     from moto.server import ThreadedMotoServer
 
@@ -114,7 +114,7 @@ async def finish(database: Database, org: OrgId, count: int, *, queue: str = "ma
 
 
 async def make_cold_day(database: Database, *orgs: OrgId, jobs: int = 2, days: int = 40) -> Day:
-    """Makes a cold day of jobs of these orgs that finished this many days ago."""
+    """Makes a cold day, whose jobs belong to `orgs` and finished `days` days ago."""
     for org in orgs:
         await finish(database, org, jobs)
         await age_finished(database, org, days=days)
@@ -310,7 +310,7 @@ async def test_every_column_of_a_cold_job_is_exported(fresh_database: Database) 
         """,
         {},
     )
-    # The folder names contain the retention; org and queue are stored by name.
+    # The folder names contain the retention, so the file has no column for it. The file stores org and queue by name.
     assert {name for (name,) in rows} - {"queue_id", "retention"} == set(parquet.SCHEMA.names) - {"org", "queue"}
 
 

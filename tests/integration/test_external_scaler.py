@@ -197,7 +197,7 @@ async def test_ready_and_leased_jobs_count_and_others_do_not(near: Client) -> No
     await near.enqueue(org, *(new_job(delay=later) for _ in range(4)), new_job(queue="other"))
     await near.enqueue(org_of(), *(new_job() for _ in range(9)))
     leased = await near.dequeue(org, max_jobs=6)
-    # A router uses a count again for a second. This is its first count.
+    # A router reuses a count for one second. The next call gets the router's first count.
     assert await value(near, org) == 8
     assert await is_active(near, org)
     await near.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks(leased)), timeout=PATIENCE_S)
@@ -254,8 +254,8 @@ async def test_the_first_ready_job_is_pushed_within_two_seconds(near: Client, fa
 @pytest.mark.thorough
 @pytest.mark.parametrize("all_orgs", [False, True], ids=["of-one-org", "of-all-orgs"])
 async def test_most_pushes_come_far_sooner(near: Client, far: Client, all_orgs: bool) -> None:
-    """With `-s` it prints the figures of docs/performance.md: the time from before the enqueue until the push has
-    come."""
+    """With `-s` the test prints the figures of docs/performance.md: the time from just before the enqueue to the
+    arrival of the push."""
     took_s: list[float] = []
     for _ in range(trials(20, thorough=200)):
         org, queue = org_of(), f"soon-{next(_numbers)}"

@@ -72,7 +72,7 @@ async def opened(cluster: Cluster) -> AsyncGenerator[Fleet, None]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Waits for a condition that sends no signal."""
+    """Polls a condition until it holds, because nothing signals a change of the condition."""
     deadline_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline_s

@@ -1,5 +1,5 @@
-"""A shard whose server has a full disk answers but cannot write. Here a function and a trigger raise the error that
-Postgres raises on a full disk."""
+"""A shard whose server has a full disk answers but cannot write. In these tests, a function and a trigger raise the
+error that Postgres raises on a full disk."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ Windrow = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def windrow(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Windrow:
-    """Runs the command in this process. Returns its exit code and output."""
+    """A function that runs the command in this process. It returns the exit code and the output."""
     import sys
 
     from cli.main import main
@@ -96,8 +96,8 @@ def test_a_shard_with_a_full_disk_is_told_as_such_to_callers_and_by_windrow_shar
 ) -> None:
     near, far, both = running.org_on("s1"), running.org_on("s2"), running.stubs
     shards = ("shards", "--address", running.routers.address)
-    # Fill the disk before the statements run: a connection keeps the plans of statements that it has run, with the
-    # original functions.
+    # Fill the disk before the statements run. Otherwise a connection would have plans of these statements already, and
+    # these plans use the original functions.
     disk.fill()
     error = refusal(lambda: enqueue(both, far))
     assert_unavailable(error)

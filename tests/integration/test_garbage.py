@@ -61,7 +61,7 @@ async def channel(spare_dsn: str, proxy: Proxy) -> AsyncGenerator[grpc.aio.Chann
 
 
 def requests() -> list[object]:
-    """Returns the request messages in memory; the callers themselves send bytes."""
+    """Returns the request messages in memory. They all belong to the router, because the callers send bytes."""
     return [one for one in gc.get_objects() if isinstance(one, Message | NewJobs | Blobs | Stream)]
 
 
@@ -82,7 +82,7 @@ async def nothing_kept() -> AsyncGenerator[None, None]:
 
 async def enqueue(channel: grpc.aio.Channel, job_id: str) -> None:
     call: Any = channel.unary_unary("/windrow.v1.Queue/Enqueue")
-    # No variable here refers to a message, because a raised error keeps its frame's variables alive.
+    # No variable of this function refers to a message, because a raised error keeps the variables of its frames alive.
     await call(
         queue_pb2.EnqueueRequest(org="o", jobs=[job_message(id=job_id, queue="q", kind="k")]).SerializeToString()
     )

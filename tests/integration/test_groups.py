@@ -412,8 +412,8 @@ async def test_the_queues_in_which_slots_became_free_are_reported(store: Store, 
 async def test_the_last_acks_of_a_group_and_an_enqueue_at_once_strand_nothing(
     databases: list[Database], books: QueueAdmin, org: OrgId
 ) -> None:
-    """Two sessions see each other's jobs only after the commits. The locks of the groups' buckets put the sessions in
-    order."""
+    """Two sessions see each other's jobs only after the commits. The locks of the groups' buckets make one session wait
+    for the other."""
     first, second = (Store(database) for database in databases)
     await books.create_queue(org, QUEUE, QueueSettings(group_concurrency=2))
     await enqueue(first, org, 2)
@@ -434,8 +434,8 @@ async def test_the_last_acks_of_a_group_and_an_enqueue_at_once_strand_nothing(
 async def test_a_connection_that_is_cut_while_slots_are_filled_strands_nothing(
     fresh_database: Database, fresh_dsn: str, org: OrgId, what: str, cut: bool
 ) -> None:
-    """The statement has changed its rows, and waits for the lock of its group's bucket. None of its changes is
-    committed."""
+    """When the connection is cut, the statement has changed its rows, and waits for the lock of its group's bucket.
+    None of its changes is committed."""
     store = Store(fresh_database)
     jobs = await enqueue(store, org, 2)
     ((_, lease),) = await leased(store, org)
@@ -474,7 +474,7 @@ async def test_a_job_that_another_session_has_locked_is_not_overtaken(
         assert await leased(store, org) == []
         await (other.commit() if commits else other.rollback())
     if not commits:
-        # Only if one session rolls back while another session commits, the group's next job has to wait for a sweep.
+        # The group's next job has to wait for a sweep only if one session rolls back while another session commits.
         await store.sweep()
     assert names(await leased(store, org)) == ([jobs[2]] if commits else [jobs[1]])
 
@@ -590,7 +590,7 @@ async def test_a_group_keeps_its_order_and_its_bound_while_its_org_moves(pair: P
     ((_, lease),) = await leased(a, org)
     move = await pair.begin([org], target=B)
     moving = asyncio.create_task(pair.mover(move).finish())
-    # All but the leased job arrive.
+    # All jobs except the leased one arrive.
     async with asyncio.timeout(PATIENCE_S):
         await until_there(pair.databases[B], 3)
     new = some_jobs(org, group="g")
