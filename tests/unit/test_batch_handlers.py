@@ -185,7 +185,7 @@ async def test_a_job_that_is_lost_in_the_middle_of_a_batch_is_seen_and_the_other
         await begun.wait()
         gone = queue_pb2.LeaseAnswer(lease=jobs[1].lease, answer=job_pb2.JOB_ANSWER_CANCELLED)
         await router.stream.tell(revoked=[gone])
-        await router.until(lambda: len(worker._leases) == 2)
+        await router.until(lambda: len(worker._runner.leases) == 2)
         go_on.set()
         await router.until(lambda: len(router.acks()) == 2)
     assert reasons == [None, LostReason.CANCELLED, None]
@@ -215,7 +215,7 @@ async def test_a_batch_of_which_all_jobs_are_lost_is_cancelled(router: FakeRoute
             gone = queue_pb2.LeaseAnswer(lease=job.lease, answer=job_pb2.JOB_ANSWER_STALE)
             await router.stream.tell(revoked=[gone])
         await ended.wait()
-        await router.until(lambda: not worker._running)
+        await router.until(lambda: not worker._runner._running)
     assert not router.acks() + router.nacks() + router.settled("Release")
 
 
@@ -424,14 +424,14 @@ async def test_a_batch_that_has_ended_leaves_nothing_to_the_garbage_collector(
 
     @worker.batch_handler("work", max_jobs=2, max_wait=NEVER_S)
     async def work(jobs: Sequence[Job]) -> None:
-        seen.extend(weakref.ref(held) for held in worker._running)
+        seen.extend(weakref.ref(held) for held in worker._runner._running)
 
     for _ in range(2):
         router.give()
     gc.disable()
     try:
         async with running(worker):
-            await router.until(lambda: router.acks() and not worker._leases)
+            await router.until(lambda: router.acks() and not worker._runner.leases)
             await router.until(lambda: not any(held() for held in seen))
     finally:
         gc.enable()

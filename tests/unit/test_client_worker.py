@@ -212,7 +212,7 @@ async def test_a_late_cancellation_of_one_jobs_task_does_not_meet_the_next_job(
 ) -> None:
     worker = Worker(client, "q", concurrency=1)
     # The worker prefetches from the beginning, so that both jobs come in one message.
-    worker._mean_job_s = 0.001
+    worker._runner._mean_job_s = 0.001
     cancelled = threading.Event()
 
     @worker.handler("first")
@@ -254,7 +254,7 @@ async def test_a_thread_that_outlives_the_grace_keeps_no_lease(router: FakeRoute
     try:
         async with running(worker):
             await asyncio.to_thread(begun.wait, WAIT_S)
-        assert not worker._leases
+        assert not worker._runner.leases
     finally:
         finish.set()
 
@@ -972,10 +972,10 @@ async def test_a_job_whose_lease_is_lost_before_its_first_step_leaves_its_place_
     @worker.handler("slow")
     async def slow(job: Job) -> None:
         await finish.wait()
-        following = worker._waiting[0]
+        following = worker._runner._waiting[0]
         lost.append(following.job.id)
         # Runs between the end of this handler, which creates the task of the next job, and that task's first step.
-        asyncio.get_running_loop().call_soon(worker._leases.lose, following, "the loop had stood still")
+        asyncio.get_running_loop().call_soon(worker._runner.leases.lose, following, "the loop had stood still")
 
     router.give("quick")
     async with running(worker):
@@ -983,13 +983,13 @@ async def test_a_job_whose_lease_is_lost_before_its_first_step_leaves_its_place_
         await router.until(lambda: router.acks() and router.stream.credit == 3)
         router.give("slow")
         second, third = router.give("quick"), router.give("quick")
-        await router.until(lambda: len(worker._waiting) == 2)
+        await router.until(lambda: len(worker._runner._waiting) == 2)
         finish.set()
         await router.until(lambda: third.id in router.settled("Ack"))
         assert lost == [second.id]
         assert second.id not in handled
-        assert not worker._running
-        await router.until(lambda: not worker._leases)
+        assert not worker._runner._running
+        await router.until(lambda: not worker._runner.leases)
 
 
 async def test_a_job_cut_off_before_its_first_step_is_released(router: FakeRouter, client: Client) -> None:
@@ -1011,7 +1011,7 @@ async def test_a_job_cut_off_before_its_first_step_is_released(router: FakeRoute
     await router.until(lambda: router.acks() and router.stream.credit == 2)
     router.give("slow")
     following = router.give("quick")
-    await router.until(lambda: worker._waiting)
+    await router.until(lambda: worker._runner._waiting)
     finish.set()
     with pytest.raises(asyncio.CancelledError):
         await stopped(task)
@@ -1029,7 +1029,7 @@ async def test_a_job_whose_lease_is_over_is_not_begun(
     @worker.handler("first")
     async def first(job: Job) -> None:
         begun.append(job.id)
-        for held in worker._waiting:
+        for held in worker._runner._waiting:
             held.renewed_at -= 3600
 
     @worker.handler("second")
@@ -1044,7 +1044,7 @@ async def test_a_job_whose_lease_is_over_is_not_begun(
     assert router.settled("Ack") == [jobs[0].id]
     assert not router.settled("Nack") + router.settled("Release") + router.settled("Extend")
     assert f"lost the lease of job {jobs[1].id}" in caplog.text
-    assert not worker._leases
+    assert not worker._runner.leases
 
 
 async def test_stopping_releases_what_waits_and_lets_finish_what_runs(router: FakeRouter, client: Client) -> None:

@@ -254,7 +254,7 @@ async def test_an_outcome_that_waits_for_a_report_survives_the_end_of_the_grace(
     worker.handler("work")(work_async if is_async else work)
     job = router.give("work")
     async with running(worker):
-        await router.until(lambda: extends(router) and not worker._running)
+        await router.until(lambda: extends(router) and not worker._runner._running)
         worker.stop()
         worker.stop()
         answering.set()

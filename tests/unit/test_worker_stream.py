@@ -123,7 +123,7 @@ async def test_settlements_without_an_answer_at_the_cut_are_repeated(
     await running.stop()
     assert router.settled("Ack") == [job.id] * 2
     assert running.ended == [job.id]
-    assert not running.worker._leases
+    assert not running.worker._runner.leases
     assert ("answered STALE" in caplog.text) == (answer == STALE)
 
 
@@ -397,7 +397,7 @@ async def test_a_cut_while_stopping_loses_no_ack(router: FakeRouter, client: Cli
     job = router.give()
     await router.until(lambda: running.begun)
     running.worker.stop()
-    await router.until(lambda: running.worker._stopping.is_set())
+    await router.until(lambda: running.worker._runner.stopping.is_set())
     router.stream.cut()
     running.go.set()
     await running.stop()
@@ -426,7 +426,7 @@ async def test_one_refused_entry_is_found_and_left_when_its_message_ends_the_str
     await router.until(lambda: len(accepted) == 3)
     await running.stop()
     assert sorted(accepted) == sorted(job.lease for job in good)
-    assert not running.worker._leases
+    assert not running.worker._runner.leases
 
 
 async def test_a_start_that_is_refused_ends_the_worker(router: FakeRouter, client: Client) -> None:

@@ -1,6 +1,6 @@
 """Batch handlers, which take many jobs at once: how a batch handler is run, and what becomes of each job.
 
-This module does not know how jobs are gathered (gathering.py), nor when a batch begins (worker.py).
+This module does not know how jobs are gathered (gathering.py), nor when a batch begins (job_runner.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A worker's stream to a router. A stream that breaks is replaced by a new one.
 
-This module owns the credit: how many more jobs the router may send. It knows neither how jobs run (worker.py) nor what
-is reported about them (settlements.py).
+This module owns the credit: how many more jobs the router may send. It knows neither how jobs run (job_runner.py) nor
+what is reported about them (settlements.py).
 """
 
 from __future__ import annotations

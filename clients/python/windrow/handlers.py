@@ -1,7 +1,7 @@
 """The handlers of a worker, and how each handler is run: in a task, a thread or a process, within its time. Decides the
 outcome of the job, whatever the handler raises.
 
-worker.py takes the jobs and reports the outcomes. processes.py has the processes.
+job_runner.py decides when each handler begins, and passes the outcomes on. processes.py has the processes.
 """
 
 from __future__ import annotations

@@ -1,26 +1,23 @@
 """The worker: takes jobs from a stream, runs their handlers, and reports the outcomes.
 
-consume_stream.py has the stream, leases.py the leases, handlers.py the handlers, and settlements.py the reports. This
-module decides how many jobs to ask for and when each job begins, and shuts the worker down.
+consume_stream.py has the stream, leases.py the leases, handlers.py the handlers, and settlements.py the reports.
+job_runner.py decides how many jobs to ask for and when each job begins. This module has what a program calls, and
+shuts the worker down.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import enum
-import logging
 import os
 import secrets
 import socket
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from opentelemetry import metrics
 
@@ -29,17 +26,15 @@ from windrow.client import Client
 from windrow.consume_stream import ConsumeStream, only_cause
 from windrow.declarations import Declarations
 from windrow.errors import InvalidRequest, Span
-from windrow.gathering import Gathering
-from windrow.handlers import Handlers, HandlerT, Middleware, Suspended
-from windrow.jobs import Job, LostReason, WorkflowNode, read_leased
-from windrow.leases import Connectivity, HeldLease, Leases, log, named
+from windrow.handlers import Handlers, HandlerT, Middleware
+from windrow.job_runner import Interrupted, JobRunner
+from windrow.jobs import Job, WorkflowNode, read_leased
+from windrow.leases import Connectivity, log
 from windrow.new_jobs import NewJob
-from windrow.outcomes import DONE, Action, Waits, is_chosen
 from windrow.payloads import Payload, checked_text, duration, named_seconds
 from windrow.processes import is_handler_process
 from windrow.reports import Report, Reporter
 from windrow.schedules import Schedule
-from windrow.settlements import Backoff, Settlements
 from windrow.signals import stopped_by_signals
 from windrow.unhandled import Unhandled
 from windrow.v1 import job_pb2, queue_pb2
@@ -50,16 +45,7 @@ QUEUES_MAX = 64
 PREFETCH_MAX = 5000
 # Enough jobs to cover the round trip to the router when handlers take almost no time.
 _PREFETCH_MIN = 100
-# A prefetched job waits in the worker for at most about this long, or for a tenth of its window if that is shorter,
-# because another worker may be idle.
-_PREFETCH_WAIT_S = 0.1
-# Roughly the time that the worker itself needs for a job, without its handler.
-_JOB_S_MIN = 0.000_02
-# Handlers that do not suspend run one after another for this long; then the rest of the program has its turn.
-_BUSY_S_MAX = 0.005
-_AGAIN_FIRST_S, _AGAIN_MAX_S = 0.05, 2.0
 _FLUSH_S, _FLUSH_HURRIED_S = 5.0, 1.0
-_TOO_LATE = "it had ended before the job began"
 
 
 class AllOrgs(enum.Enum):
@@ -69,11 +55,6 @@ class AllOrgs(enum.Enum):
 
 
 ALL = AllOrgs.ALL
-
-
-class _Interrupted(Exception):
-    """An `async def` has raised KeyboardInterrupt, which is the cause of this error. A task that ends with a
-    KeyboardInterrupt ends the event loop at once, before the worker can give its jobs back."""
 
 
 class Worker:
@@ -161,58 +142,43 @@ class Worker:
         self.prefetch = _checked_count("prefetch", prefetch, 0, PREFETCH_MAX)
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         self._window_s = named_seconds("visibility_window", visibility_window)
-        self._grace_s = named_seconds("grace", grace)
-        self._cancel_lost = cancel_lost
         self._check()
         self._handlers = Handlers(
             self.name,
             middleware=middleware,
             tracing=client.tracing,
             unhandled=Unhandled(self.name, meter_provider),
-            abandoned_ended=self._on_place,
+            abandoned_ended=lambda: self._runner.on_place(),
         )
         self._batch_handlers = BatchHandlers(self.name, self._handlers, client.tracing)
         self._declarations = Declarations(
             client=client, declared_by=declares_as or f"worker:{self.queues[0]}", removes=removes_undeclared
         )
-        self._loop: asyncio.AbstractEventLoop | None = None
-        # The task of run().
-        self._task: asyncio.Task[Any] | None = None
-        self._stops = 0
-        self._group: asyncio.TaskGroup | None = None
-        self._context = contextvars.Context()
-        self._connectivity = Connectivity(self.name)
-        self._leases = Leases(
+        connectivity = Connectivity(self.name)
+        self._runner = JobRunner(
             worker=self.name,
+            handlers=self._handlers,
+            batch_handlers=self._batch_handlers,
+            connectivity=connectivity,
+            concurrency=self.concurrency,
+            prefetch=self.prefetch,
             window_s=self._window_s,
-            extend=self._extend,
-            on_waited=self._on_waited,
-            on_lost=self._on_lost,
+            grace_s=named_seconds("grace", grace),
+            cancel_lost=cancel_lost,
         )
-        self._settlements = Settlements(self._leases, self._connectivity, backoff=Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S))
         self._stream = ConsumeStream(
             client,
             self._start(),
-            settlements=self._settlements,
-            connectivity=self._connectivity,
-            jobs_wanted=self._jobs_wanted,
+            settlements=self._runner.settlements,
+            connectivity=connectivity,
+            jobs_wanted=self._runner.jobs_wanted,
             take=self._take,
-            revoked=self._leases.revoked,
+            revoked=self._runner.leases.revoked,
         )
         self._reporter = Reporter(self._report, self._when_stored)
-        # Jobs that have not begun, except the jobs of batch handlers.
-        self._waiting: deque[HeldLease] = deque()
-        self._running: dict[HeldLease, None] = {}
-        # A task is about to run waiting jobs.
-        self._is_starting = False
-        # Set whenever a handler ends or stop() is called.
-        self._changed = asyncio.Event()
-        self._stopping = asyncio.Event()
-        # No handler may start any more.
-        self._ending = False
-        # Exponentially weighted mean of the worker's time for one job (s); None until the first handler ends, or a job
-        # has waited too long. Handlers that suspend run side by side, so the time of each is divided by `concurrency`.
-        self._mean_job_s: float | None = None
+        # The event loop of run().
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stops = 0
 
     def _start(self) -> queue_pb2.ConsumeStart:
         start = queue_pb2.ConsumeStart(queues=self.queues, visibility_window=duration(self._window_s), worker=self.name)
@@ -341,15 +307,14 @@ class Worker:
         self._handlers.open(self.concurrency)
         self._stream.tell_kinds(self._handlers.kinds)
         self._loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
-        self._context = contextvars.copy_context()
+        self._runner.open()
         self._on_stop()
         with stopped_by_signals(self.stop):
             try:
                 await self._serve()
             except BaseExceptionGroup as group:
                 cause = only_cause(group)
-                if isinstance(cause, _Interrupted) and cause.__cause__ is not None:
+                if isinstance(cause, Interrupted) and cause.__cause__ is not None:
                     raise cause.__cause__ from None
                 of = f"org {self.client.org!r}" if self._orgs is None else "all orgs"
                 cause.add_note(f"worker {self.name} of {of} has ended with this error")
@@ -368,56 +333,28 @@ class Worker:
 
     def _on_stop(self) -> None:
         if self._stops:
-            self._stopping.set()
-            self._changed.set()
+            self._runner.stop(hurried=self._stops > 1)
 
     async def _serve(self) -> None:
-        if self._stopping.is_set():
+        if self._runner.stopping.is_set():
             return
         async with asyncio.TaskGroup() as services:
-            keeping = services.create_task(self._leases.keep())
+            keeping = services.create_task(self._runner.leases.keep())
             stream = services.create_task(self._stream.run())
             declaring = services.create_task(self._declarations.keep())
             try:
-                async with asyncio.TaskGroup() as self._group:
-                    try:
-                        await self._stopping.wait()
-                        await self._wind_down()
-                    finally:
-                        self._ending = True
+                await self._runner.run()
             finally:
                 # Report the outcomes and release the other jobs, also after an error or a cancellation.
-                self._give_back_waiting()
+                self._runner.give_back_waiting()
                 if not (keeping.done() or stream.done()):
                     await self._flush(stream)
-                if not self._settlements.idle.is_set():
+                if not self._runner.settlements.idle.is_set():
                     log.warning("%s: stopped before every outcome was reported; those leases will expire", self.name)
-                self._settlements.close()
+                self._runner.settlements.close()
                 keeping.cancel()
                 stream.cancel()
                 declaring.cancel()
-
-    # The jobs that the worker takes.
-
-    def _jobs_wanted(self) -> int:
-        """Returns how many more jobs the worker would take now."""
-        if self._ending or self._stopping.is_set():
-            return 0
-        waiting = len(self._waiting)
-        for gathering in self._batch_handlers.gatherings:
-            waiting += len(gathering.waiting)
-        return max(0, self._places + self._prefetch_now() - len(self._running) - waiting)
-
-    @property
-    def _places(self) -> int:
-        """How many handlers may run now."""
-        return self.concurrency - self._handlers.threads.places_lost
-
-    def _prefetch_now(self) -> int:
-        if self._mean_job_s is None:
-            return 0
-        wait_s = min(_PREFETCH_WAIT_S, self._window_s / 10)
-        return int(min(self.prefetch, wait_s / max(self._mean_job_s, _JOB_S_MIN)))
 
     def _read(self, message: job_pb2.LeasedJob) -> Job:
         job = read_leased(message, reporter=self._reporter)
@@ -429,188 +366,7 @@ class Worker:
 
     def _take(self, messages: Sequence[job_pb2.LeasedJob], received_at: float) -> None:
         self._handlers.on_jobs()
-        helds = self._leases.hold([self._read(message) for message in messages], received_at)
-        if self._batch_handlers.by_kind:
-            for held in helds:
-                self._waiting_with(held).append(held)
-        else:
-            self._waiting.extend(helds)
-        if self._ending or self._stopping.is_set():
-            # The jobs were on their way when stop() was called.
-            self._give_back_waiting()
-        else:
-            self._start_waiting()
-
-    def _waiting_with(self, held: HeldLease) -> deque[HeldLease]:
-        """Returns the waiting jobs that this job belongs to: the jobs of its batch handler, or the other jobs."""
-        gathering = self._batch_handlers.by_kind.get(held.job.kind)
-        return self._waiting if gathering is None else gathering.waiting
-
-    def _extend(self, leases: Sequence[HeldLease]) -> None:
-        self._settlements.extend(leases)
-
-    def _on_waited(self, held: HeldLease) -> None:
-        # Release the job, so that an idle worker can take it. The handlers that run have taken this long without
-        # ending, so the mean does not contain them yet: raise the mean here, so that fewer jobs are prefetched.
-        self._mean_job_s = max(self._mean_job_s or 0.0, self._window_s / 3 / self.concurrency)
-        self._waiting_with(held).remove(held)
-        self._settlements.give_back(held)
-
-    # The handlers that run.
-
-    def _start_waiting(self) -> None:
-        """Lets a task run waiting jobs, if there is a place for one more handler."""
-        assert self._group is not None
-        if self._ending or self._stopping.is_set():
-            return
-        for gathering in self._batch_handlers.gatherings:
-            self._start_batch(gathering)
-        if self._waiting and len(self._running) < self._places and not self._is_starting:
-            self._is_starting = True
-            self._group.create_task(self._run_waiting(), name=f"windrow handlers of {self.name}")
-
-    def _start_batch(self, gathering: Gathering) -> None:
-        """Lets a task run a batch if there are enough jobs for one. Otherwise sets a timer to try again in time."""
-        due_at = gathering.due_at(places=self._places - len(self._running))
-        if due_at is None or gathering.is_starting:
-            return
-        left_s = due_at - time.monotonic()
-        if left_s <= 0:
-            assert self._group is not None
-            gathering.is_starting = True
-            self._group.create_task(
-                self._run_batch(gathering), name=f"windrow batch of {self.name}", context=self._context.copy()
-            )
-        elif gathering.timer is None:
-            gathering.timer = asyncio.get_running_loop().call_later(left_s, self._on_batch_due, gathering)
-
-    def _on_batch_due(self, gathering: Gathering) -> None:
-        gathering.timer = None
-        self._start_waiting()
-
-    async def _run_batch(self, gathering: Gathering) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        gathering.is_starting = False
-        began = time.monotonic()
-        batch: list[HeldLease] = []
-        for held in () if self._ending else gathering.take(places=self._places - len(self._running)):
-            if began >= held.ends_at:
-                self._leases.lose(held, _TOO_LATE)
-                continue
-            batch.append(held)
-            self._running[held] = None
-            held.task, held.batch = task, batch
-        # There may be jobs and places for another batch. Do not start it at once: see _start_waiting_soon().
-        asyncio.get_running_loop().call_soon(self._start_waiting)
-        if not batch:
-            return
-        try:
-            fates = await self._batch_handlers.run(gathering, batch)
-            self._measure((time.monotonic() - began) / self.concurrency)
-            for held, fate in zip(batch, fates, strict=True):
-                self._settle(held, fate)
-            await self._settlements.room()
-        except BaseException as error:
-            self._on_broken_off(batch, error)
-            raise
-        finally:
-            for held in batch:
-                # The batch refers to all its leases. Break the cycle, so that the garbage collector need not do so.
-                held.task = held.batch = None
-                del self._running[held]
-            self._changed.set()
-            self._settlements.wake.set()
-            self._start_waiting()
-
-    async def _run_waiting(self) -> None:
-        """Runs waiting jobs, one after another, until a handler suspends: that handler keeps the task for itself, and
-        another task continues with the jobs that wait. So a new task is needed only for a handler that suspends."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._is_starting = False
-        places = self._places
-        turn_began = now = time.monotonic()
-        try:
-            while self._waiting and len(self._running) < places and not self._ending:
-                held = self._waiting.popleft()
-                if now >= held.ends_at:
-                    # The event loop was blocked. Drop the lease now, not when keep() finds it: until then, the answer
-                    # to an extend could renew a lease that nobody works on.
-                    self._leases.lose(held, _TOO_LATE)
-                    continue
-                began, suspended = now, False
-                self._running[held] = None
-                held.task = task
-                try:
-                    # Handlers start in the context of run(), not in that of the handler before them.
-                    context = self._context.copy()
-                    fate = self._handlers.begin(held, context)
-                    if isinstance(fate, Suspended):
-                        suspended = True
-                        self._start_waiting_soon()
-                        fate = await self._handlers.go_on(held, fate, context)
-                    now = time.monotonic()
-                    if fate is DONE or held.job.kind in self._handlers:
-                        self._measure((now - began) / self.concurrency if suspended else now - began)
-                    self._settle(held, fate)
-                    if self._settlements.is_full:
-                        # Handlers must not run faster than the router answers.
-                        suspended = True
-                        self._start_waiting_soon()
-                        await self._settlements.room()
-                except BaseException as error:
-                    self._on_broken_off((held,), error)
-                    raise
-                finally:
-                    held.task = None
-                    del self._running[held]
-                    self._changed.set()
-                    self._settlements.wake.set()
-                if suspended or task.cancelling():
-                    # The handler may have left something in the task, such as a late cancellation: end the task, so
-                    # that this cannot affect another job.
-                    return
-                if now - turn_began > _BUSY_S_MAX:
-                    await asyncio.sleep(0)
-                    places = self._places
-                    turn_began = now = time.monotonic()
-        finally:
-            self._start_waiting()
-
-    def _start_waiting_soon(self) -> None:
-        # Do not start the task at once: a loop with an eager task factory would run the next handler inside this one.
-        if self._waiting:
-            asyncio.get_running_loop().call_soon(self._start_waiting)
-
-    def _measure(self, job_s: float) -> None:
-        mean_s = self._mean_job_s
-        self._mean_job_s = job_s if mean_s is None else 0.8 * mean_s + 0.2 * job_s
-
-    def _settle(self, held: HeldLease, fate: Action) -> None:
-        if held.lost:
-            # A handler that ends because its job was cancelled does what it should: no warning.
-            log.log(
-                logging.INFO if held.job.lost.reason is LostReason.CANCELLED else logging.WARNING,
-                "%s: attempt %d of %s ended after its lease; its outcome is dropped",
-                self.name,
-                held.job.attempt,
-                named(held.job),
-            )
-        elif isinstance(fate, Waits):
-            self._leases.end(held)
-        elif held.task is not None and held.task.cancelling() and self._stops_handlers() and not is_chosen(fate):
-            # The handler has caught its cancellation and returned, so its work may not be done. Or its clean-up has
-            # failed, for example because it used a connection that the cancellation had interrupted.
-            log.warning(
-                "%s: attempt %d of %s was cancelled; its outcome is dropped, and the job is released",
-                self.name,
-                held.job.attempt,
-                named(held.job),
-            )
-            self._settlements.give_back(held)
-        else:
-            self._settlements.settle(held, fate)
+        self._runner.take([self._read(message) for message in messages], received_at)
 
     def _report(self, lease: bytes, report: Report) -> None:
         """Takes a report of a handler, which may run in a thread."""
@@ -627,10 +383,8 @@ class Worker:
                 self._loop.call_soon_threadsafe(self._on_report, lease, report)
 
     def _on_report(self, lease: bytes, report: Report) -> None:
-        for held in self._running:
-            if held.lease == lease:
-                self._settlements.report(held, report)
-                return
+        if held := self._runner.running_under(lease):
+            self._runner.settlements.report(held, report)
 
     def _when_stored(self, lease: bytes) -> Future[None]:
         """Returns a future that ends when no report about this lease is on its way. Thread-safe."""
@@ -644,86 +398,10 @@ class Worker:
         return stored
 
     def _on_when_stored(self, lease: bytes, stored: Future[None]) -> None:
-        for held in self._running:
-            if held.lease == lease:
-                self._settlements.when_stored(held, stored)
-                return
-        if stored.set_running_or_notify_cancel():
+        if held := self._runner.running_under(lease):
+            self._runner.settlements.when_stored(held, stored)
+        elif stored.set_running_or_notify_cancel():
             stored.set_result(None)
-
-    def _on_broken_off(self, broken_off: Sequence[HeldLease], error: BaseException) -> None:
-        """Handles jobs whose task was cancelled, or has got an error that ends the worker. Raises _Interrupted in place
-        of a KeyboardInterrupt."""
-        if not isinstance(error, asyncio.CancelledError):
-            # No other handler may start.
-            self._ending = True
-        if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
-            for held in broken_off:
-                self._on_cancelled(held, error)
-        if isinstance(error, KeyboardInterrupt):
-            raise _Interrupted from error
-
-    def _on_cancelled(self, held: HeldLease, error: BaseException) -> None:
-        """Handles a job whose task was cancelled, or whose handler was interrupted."""
-        if held.lost or held.settling:
-            return
-        if held.in_thread:
-            # The thread continues: do not release the job, so that no other worker gets it before the lease ends.
-            log.warning("%s: %s still runs in its thread; its lease will expire", self.name, named(held.job))
-            held.lost = True
-            held.job.lost.set(LostReason.STOPPED)
-            self._leases.drop(held)
-        elif self._stops_handlers():
-            self._settlements.give_back(held)
-        else:
-            # The handler's own code has cancelled the task, and would do so again: this attempt counts.
-            self._settlements.settle(held, self._handlers.outcome_of(held, error))
-
-    def _stops_handlers(self) -> bool:
-        """Whether the worker cancels the handlers that still run."""
-        return self._ending or (self._task is not None and self._task.cancelling() > 0)
-
-    def _on_place(self) -> None:
-        """Starts waiting jobs, because a place may have become free."""
-        self._start_waiting()
-        self._settlements.wake.set()
-
-    def _on_lost(self, held: HeldLease) -> None:
-        self._settlements.tell_stored(held)
-        if held.task is None:
-            with suppress(ValueError):
-                self._waiting_with(held).remove(held)
-            self._settlements.wake.set()
-        # Leave out a handler in a thread. It cannot be cancelled, and occupies its place until it ends or times out.
-        elif self._cancel_lost and not held.in_thread and all(one.lost for one in held.batch or (held,)):
-            held.task.cancel()
-
-    # Shutdown.
-
-    async def _wind_down(self) -> None:
-        self._give_back_waiting()
-        if self._running:
-            log.info(
-                "%s: stopping; handlers that have %g s to finish: %d", self.name, self._grace_s, len(self._running)
-            )
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._grace_s):
-                while self._running and self._stops < 2:
-                    self._changed.clear()
-                    await self._changed.wait()
-        # Leave out handlers in threads: these cannot be cancelled, and _on_cancelled() logs each of them.
-        if cancelled := sum(not held.in_thread for held in self._running):
-            log.warning("%s: cancelling handlers that did not finish in time: %d", self.name, cancelled)
-        for held in self._running:
-            held.job.lost.set(LostReason.STOPPED)
-        for task in {held.task for held in self._running}:
-            if task is not None:
-                task.cancel()
-
-    def _give_back_waiting(self) -> None:
-        for waiting in (self._waiting, *(gathering.waiting for gathering in self._batch_handlers.gatherings)):
-            while waiting:
-                self._settlements.give_back(waiting.popleft())
 
     async def _flush(self, stream: asyncio.Task[None]) -> None:
         """Waits, for a few seconds at most, until every report is answered and the stream has ended."""
