@@ -1,4 +1,4 @@
-"""The methods of Client and SyncClient that end or extend leases: ack, nack, extend, release and snooze."""
+"""The methods of Client that end or extend leases: ack, nack, extend, release and snooze."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import overload
 
-from windrow.blocking import blocking
 from windrow.calls import Calls
 from windrow.coalescer import Coalescers
 from windrow.errors import InvalidRequest, Span, invalid_argument
@@ -234,16 +233,6 @@ class LeaseCalls:
             for at, answer in zip(ats, answered, strict=True):
                 results[at] = answer
         return results
-
-
-class SyncLeaseCalls:
-    """The methods of LeaseCalls without `await`."""
-
-    ack = blocking(LeaseCalls.ack)
-    nack = blocking(LeaseCalls.nack)
-    extend = blocking(LeaseCalls.extend)
-    release = blocking(LeaseCalls.release)
-    snooze = blocking(LeaseCalls.snooze)
 
 
 async def send_acks(calls: Calls, org: str, acks: Sequence[queue_pb2.Ack], timeout_s: float) -> list[Answer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import sys
 import threading
@@ -10,27 +11,39 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self, TypeVar, Unpack
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from opentelemetry import trace
 
 from windrow.admin import JobConditions, refuse_away
 from windrow.batches import Batch, calls_of, progress
-from windrow.blocking import blocking
 from windrow.calls import TRY_S
 from windrow.client import Client, Middleware
 from windrow.errors import ClientClosed, Span
 from windrow.jobs import JobRecord
-from windrow.lease_calls import SyncLeaseCalls
 from windrow.new_jobs import NewJob
 from windrow.tls import Tls
 from windrow.tokens import Token
 
+_Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 _CLOSE_S = 10.0
 
 
-class SyncClient(SyncLeaseCalls):
+def _blocking(
+    method: Callable[Concatenate[Client, _Parameters], Coroutine[Any, Any, _Result]],
+) -> Callable[Concatenate[SyncClient, _Parameters], _Result]:
+    """Makes a method of SyncClient from a method of Client, with the same signature and docstring."""
+
+    @functools.wraps(method)
+    def act(self: SyncClient, /, *arguments: _Parameters.args, **options: _Parameters.kwargs) -> _Result:
+        # This function is a method of SyncClient, so it may use what is private there.
+        return self._run(method(self._client, *arguments, **options))
+
+    return act
+
+
+class SyncClient:
     """Client without `await`: arguments, return values and errors are the same.
 
     Any number of threads may share a SyncClient. It also works in notebooks, where an event loop runs in the calling
@@ -122,67 +135,72 @@ class SyncClient(SyncLeaseCalls):
     ) -> None:
         self.close()
 
-    enqueue = blocking(Client.enqueue)
-    enqueue_many = blocking(Client.enqueue_many)
-    dequeue = blocking(Client.dequeue)
-    get_jobs = blocking(Client.get_jobs)
-    find_job = blocking(Client.find_job)
-    wait = blocking(Client.wait)
-    cancel_jobs = blocking(Client.cancel_jobs)
-    alter_jobs = blocking(Client.alter_jobs)
-    count_jobs = blocking(Client.count_jobs)
-    redrive_jobs = blocking(Client.redrive_jobs)
-    cancel_where = blocking(Client.cancel_where)
-    alter_where = blocking(Client.alter_where)
-    redrive_where = blocking(Client.redrive_where)
-    server_info = blocking(Client.server_info)
-    list_queues = blocking(Client.list_queues)
-    get_queue = blocking(Client.get_queue)
-    create_queue = blocking(Client.create_queue)
-    update_queue = blocking(Client.update_queue)
-    put_queue = blocking(Client.put_queue)
-    pause_queue = blocking(Client.pause_queue)
-    resume_queue = blocking(Client.resume_queue)
-    delete_queue = blocking(Client.delete_queue)
-    list_quarantines = blocking(Client.list_quarantines)
-    quarantine_kind = blocking(Client.quarantine_kind)
-    release_kind = blocking(Client.release_kind)
-    purge_queue = blocking(Client.purge_queue)
-    list_jobs = blocking(Client.list_jobs)
-    redrive_queue = blocking(Client.redrive_queue)
-    restore_jobs = blocking(Client.restore_jobs)
-    stats = blocking(Client.stats)
-    explain_job = blocking(Client.explain_job)
-    explain_queue = blocking(Client.explain_queue)
-    list_limits = blocking(Client.list_limits)
-    create_schedule = blocking(Client.create_schedule)
-    update_schedule = blocking(Client.update_schedule)
-    put_schedule = blocking(Client.put_schedule)
-    get_schedule = blocking(Client.get_schedule)
-    list_schedules = blocking(Client.list_schedules)
-    delete_schedule = blocking(Client.delete_schedule)
-    pause_schedule = blocking(Client.pause_schedule)
-    resume_schedule = blocking(Client.resume_schedule)
-    trigger_schedule = blocking(Client.trigger_schedule)
-    backfill_schedule = blocking(Client.backfill_schedule)
-    preview_schedule = blocking(Client.preview_schedule)
-    declare_schedules = blocking(Client.declare_schedules)
-    start = blocking(Client.start)
-    add_nodes = blocking(Client.add_nodes)
-    wait_for = blocking(Client.wait_for)
-    get_workflow = blocking(Client.get_workflow)
-    list_nodes = blocking(Client.list_nodes)
-    list_workflows = blocking(Client.list_workflows)
-    cancel_workflow = blocking(Client.cancel_workflow)
-    pause_workflow = blocking(Client.pause_workflow)
-    resume_workflow = blocking(Client.resume_workflow)
-    skip_node = blocking(Client.skip_node)
-    signal = blocking(Client.signal)
-    retry_workflow = blocking(Client.retry_workflow)
-    parents = blocking(Client.parents)
-    set_limit = blocking(Client.set_limit)
-    clear_limit = blocking(Client.clear_limit)
-    list_all_limits = blocking(Client.list_all_limits)
+    enqueue = _blocking(Client.enqueue)
+    enqueue_many = _blocking(Client.enqueue_many)
+    dequeue = _blocking(Client.dequeue)
+    ack = _blocking(Client.ack)
+    nack = _blocking(Client.nack)
+    extend = _blocking(Client.extend)
+    release = _blocking(Client.release)
+    snooze = _blocking(Client.snooze)
+    get_jobs = _blocking(Client.get_jobs)
+    find_job = _blocking(Client.find_job)
+    wait = _blocking(Client.wait)
+    cancel_jobs = _blocking(Client.cancel_jobs)
+    alter_jobs = _blocking(Client.alter_jobs)
+    count_jobs = _blocking(Client.count_jobs)
+    redrive_jobs = _blocking(Client.redrive_jobs)
+    cancel_where = _blocking(Client.cancel_where)
+    alter_where = _blocking(Client.alter_where)
+    redrive_where = _blocking(Client.redrive_where)
+    server_info = _blocking(Client.server_info)
+    list_queues = _blocking(Client.list_queues)
+    get_queue = _blocking(Client.get_queue)
+    create_queue = _blocking(Client.create_queue)
+    update_queue = _blocking(Client.update_queue)
+    put_queue = _blocking(Client.put_queue)
+    pause_queue = _blocking(Client.pause_queue)
+    resume_queue = _blocking(Client.resume_queue)
+    delete_queue = _blocking(Client.delete_queue)
+    list_quarantines = _blocking(Client.list_quarantines)
+    quarantine_kind = _blocking(Client.quarantine_kind)
+    release_kind = _blocking(Client.release_kind)
+    purge_queue = _blocking(Client.purge_queue)
+    list_jobs = _blocking(Client.list_jobs)
+    redrive_queue = _blocking(Client.redrive_queue)
+    restore_jobs = _blocking(Client.restore_jobs)
+    stats = _blocking(Client.stats)
+    explain_job = _blocking(Client.explain_job)
+    explain_queue = _blocking(Client.explain_queue)
+    list_limits = _blocking(Client.list_limits)
+    create_schedule = _blocking(Client.create_schedule)
+    update_schedule = _blocking(Client.update_schedule)
+    put_schedule = _blocking(Client.put_schedule)
+    get_schedule = _blocking(Client.get_schedule)
+    list_schedules = _blocking(Client.list_schedules)
+    delete_schedule = _blocking(Client.delete_schedule)
+    pause_schedule = _blocking(Client.pause_schedule)
+    resume_schedule = _blocking(Client.resume_schedule)
+    trigger_schedule = _blocking(Client.trigger_schedule)
+    backfill_schedule = _blocking(Client.backfill_schedule)
+    preview_schedule = _blocking(Client.preview_schedule)
+    declare_schedules = _blocking(Client.declare_schedules)
+    start = _blocking(Client.start)
+    add_nodes = _blocking(Client.add_nodes)
+    wait_for = _blocking(Client.wait_for)
+    get_workflow = _blocking(Client.get_workflow)
+    list_nodes = _blocking(Client.list_nodes)
+    list_workflows = _blocking(Client.list_workflows)
+    cancel_workflow = _blocking(Client.cancel_workflow)
+    pause_workflow = _blocking(Client.pause_workflow)
+    resume_workflow = _blocking(Client.resume_workflow)
+    skip_node = _blocking(Client.skip_node)
+    signal = _blocking(Client.signal)
+    retry_workflow = _blocking(Client.retry_workflow)
+    parents = _blocking(Client.parents)
+    set_limit = _blocking(Client.set_limit)
+    clear_limit = _blocking(Client.clear_limit)
+    list_all_limits = _blocking(Client.list_all_limits)
 
     def iter_jobs(self, queue: str = "", **conditions: Unpack[JobConditions]) -> Iterator[JobRecord]:
         """Yields the jobs of all pages of list_jobs, as Client.iter_jobs does."""
