@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import enum
 import random
 import struct
 import time
@@ -17,13 +18,14 @@ import psutil
 import psycopg
 from google.protobuf.duration_pb2 import Duration
 
+import windrow
 from bench.report import Found
 from bench.scenario import Bench, Scenario
 from bench.spread import percentile, spread
 from bench.stage import Stage
 from proof.arguments import number, positive
 from proof.table import Table
-from windrow import uuid7
+from windrow import LimitMeasure, uuid7
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 _PATIENCE_S = 60.0
@@ -32,6 +34,8 @@ _SMALL_ORGS = 50
 _HANDLER_S = 0.1
 _PLACES = 100
 _PRODUCERS = 20
+# With the small orgs, which need 5 places, this keeps the places 80 % busy.
+_LARGE_LEASES_MAX = 75
 _TIME = struct.Struct(">d")
 _MS = 1000.0
 # Makes orgs that each have a queue of the same name, with one job that is due `in_s` seconds from now.
@@ -58,6 +62,14 @@ _FILL_LARGE = (
 )
 
 
+class Beside(enum.Enum):
+    """What the small orgs share the places with."""
+
+    NOTHING = "alone"
+    LIMITED = f"beside a backlog of which at most {_LARGE_LEASES_MAX} jobs are leased"
+    BACKLOG = "beside a backlog that takes all places"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     seconds: float = 60.0
@@ -71,7 +83,7 @@ class Plan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pickup:
     run: int
-    beside_backlog: bool
+    beside: Beside
     p50_ms: float
     p99_ms: float
     jobs: int
@@ -92,7 +104,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
     costs: list[Cost] = []
     async with bench.stage(shards=1, routers=1) as stage:
         for run in range(1, plan.runs + 1):
-            for beside in (False, True) if run % 2 else (True, False):
+            for beside in list(Beside)[:: 1 if run % 2 else -1]:
                 pickups += [await _pickup(plan, bench, stage, run, beside=beside)]
         for run in range(1, plan.runs + 1):
             costs += await _costs(plan, bench, stage, run)
@@ -100,7 +112,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
         scenario="fair",
         plan=asdict(plan),
         samples=[
-            *({"sample": "pickup", **asdict(one)} for one in pickups),
+            *({"sample": "pickup", **asdict(one), "beside": one.beside.name.lower()} for one in pickups),
             *({"sample": "cost", **asdict(one)} for one in costs),
         ],
         tables=[_pickup_table(plan, pickups), _cost_table(plan, costs)],
@@ -110,17 +122,20 @@ async def measure(plan: Plan, bench: Bench) -> Found:
 # ── Pickup ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _pickup(plan: Plan, bench: Bench, stage: Stage, run: int, *, beside: bool) -> Pickup:
-    queue = f"pickup-{run}-{beside}"
+async def _pickup(plan: Plan, bench: Bench, stage: Stage, run: int, *, beside: Beside) -> Pickup:
+    queue = f"pickup-{run}-{beside.name.lower()}"
     large = f"{queue}-large"
     waited_ms: list[float] = []
     large_jobs = 0
     (dsn,) = stage.dsns.values()
     async with AsyncExitStack() as stack:
         stub = queue_pb2_grpc.QueueStub(await _channel(stack, stage))
-        if beside:
+        if beside is not Beside.NOTHING:
             await _enqueue(stub, large, queue, 1)
             await asyncio.to_thread(_fill_large, dsn, large, plan.backlog, run)
+        if beside is Beside.LIMITED:
+            async with windrow.Client(stage.routers.address, org=large) as client:
+                await client.set_limit(LimitMeasure.IN_FLIGHT, _LARGE_LEASES_MAX)
         call = stub.Consume()
         await call.write(_start(queue, credit=_PLACES))
         writing = asyncio.Lock()
@@ -162,7 +177,7 @@ async def _pickup(plan: Plan, bench: Bench, stage: Stage, run: int, *, beside: b
 
         try:
             async with asyncio.timeout(plan.seconds + 3.0), asyncio.TaskGroup() as group:
-                if beside:
+                if beside is not Beside.NOTHING:
                     for _ in range(_PRODUCERS):
                         group.create_task(produce_large())
                 group.create_task(consume(group))
@@ -174,13 +189,13 @@ async def _pickup(plan: Plan, bench: Bench, stage: Stage, run: int, *, beside: b
     ordered = sorted(waited_ms)
     found = Pickup(
         run=run,
-        beside_backlog=beside,
+        beside=beside,
         p50_ms=percentile(ordered, 0.5),
         p99_ms=percentile(ordered, 0.99),
         jobs=len(ordered),
         large_jobs=large_jobs,
     )
-    bench.say(f"{'beside a backlog' if beside else 'alone'}: p50 {found.p50_ms:.1f} ms, p99 {found.p99_ms:.1f} ms")
+    bench.say(f"{beside.value}: p50 {found.p50_ms:.1f} ms, p99 {found.p99_ms:.1f} ms")
     return found
 
 
@@ -291,11 +306,11 @@ async def _enqueue(stub: queue_pb2_grpc.QueueAsyncStub, org: str, queue: str, co
 
 def _pickup_table(plan: Plan, pickups: Sequence[Pickup]) -> Table:
     rows: list[tuple[str, ...]] = []
-    for beside in (False, True):
-        own = [one for one in pickups if one.beside_backlog is beside]
+    for beside in Beside:
+        own = [one for one in pickups if one.beside is beside]
         rows.append(
             (
-                "beside a backlog" if beside else "alone",
+                beside.value,
                 spread(one.p50_ms for one in own).text(".1f"),
                 spread(one.p99_ms for one in own).text(".1f"),
                 f"{sum(one.jobs for one in own):,}",
