@@ -50,6 +50,8 @@ class _Org:
     shards: set[ShardName] = field(default_factory=set[ShardName])
     # How many of the org's jobs are leased.
     running: int = 0
+    # The shards on which `pick` passes the org over, although it has ready jobs there.
+    passed: set[ShardName] = field(default_factory=set[ShardName])
 
 
 @dataclass(slots=True)
@@ -63,11 +65,13 @@ class _Lease:
 
 
 class Pick(NamedTuple):
-    """The org whose job is handed out next, and the shard. `charged_s`: the estimate that the org was charged."""
+    """The org whose job is handed out next, and the shard. `charged_s`: the estimate that the org was charged.
+    `start`: the tag that the org had before."""
 
     org: OrgId
     shard: ShardName
     charged_s: float
+    start: float
 
 
 class Schedule:
@@ -152,8 +156,8 @@ class Schedule:
 
     def pick(self, shards: Iterable[ShardName]) -> Pick | None:
         """Returns the org whose job is handed out next, and a shard on which this org has ready jobs. Returns None if
-        no org has ready jobs on these shards. The org is charged its estimate. Call `began` when the job is handed out,
-        or else `unused`."""
+        no org has ready jobs on these shards. The org is charged its estimate. Call `served` and `began` when the job
+        is handed out, or else `unused`."""
         best: tuple[float, int, OrgId] | None = None
         at: ShardName | None = None
         for shard in shards:
@@ -163,10 +167,27 @@ class Schedule:
         if best is None or at is None:
             return None
         start, _, org = best
-        self.floor = max(self.floor, start)
         charged_s = self.estimate_s(org)
         self._charge(org, charged_s)
-        return Pick(org, at, charged_s)
+        return Pick(org, at, charged_s, start)
+
+    def served(self, start: float) -> None:
+        """Raises the floor to the start of a pick whose job was found. A pick that finds no job must not raise the
+        floor: its org gets the charge back, and would then be ahead of the orgs that become ready at the floor."""
+        self.floor = max(self.floor, start)
+
+    def pass_over(self, org: OrgId, shard: ShardName) -> None:
+        """Leaves the org out of the picks on this shard until `end_pass` is called."""
+        known = self._orgs.get(org)
+        if known is not None:
+            known.passed.add(shard)
+
+    def end_pass(self, org: OrgId, shard: ShardName) -> None:
+        known = self._orgs.get(org)
+        if known is not None:
+            known.passed.discard(shard)
+            if shard in known.shards:
+                self._push(org, known, (shard,))
 
     def turns(self, org: OrgId, *, at_most: int) -> int:
         """The org has no ready jobs. Returns how many of its jobs would be handed out before the first job of a ready
@@ -297,7 +318,7 @@ class Schedule:
 
     def _is_fresh(self, entry: tuple[float, int, OrgId], shard: ShardName) -> bool:
         known = self._orgs.get(entry[2])
-        return known is not None and known.tag == entry[0] and shard in known.shards
+        return known is not None and known.tag == entry[0] and shard in known.shards and shard not in known.passed
 
     def _measured(self, org: OrgId, lasted_s: float) -> None:
         before_s = self._estimates.pop(org, None)

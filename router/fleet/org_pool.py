@@ -24,6 +24,7 @@ from router.fleet.shares import Share, deal
 from router.fleet.starts import ClaimedPart, Held, Starts
 from router.fleet.waiter import AwaitedQueue, Recipient
 from shard.attempts import attempt
+from shard.bounded import make_room
 from shard.errors import ShardUnavailable
 from shard.lease_token import lease_of
 from shard.queue.claim import bytes_most
@@ -59,6 +60,8 @@ class _Request:
     # How many seconds of virtual time the org was charged when these jobs were picked (router/fair/schedule.py).
     charged_s: float
     jobs: int
+    # The start of the pick of each job.
+    starts: list[float]
     # The queues that may have ready jobs. A queue is removed when a limit holds its jobs back.
     queues: set[QueueName]
     # The memory that is reserved for the jobs, and the account that holds it.
@@ -94,6 +97,8 @@ class OrgPool:
         self._aside = Counter[OrgId]()
         # The shards on which a claim runs.
         self._claiming: set[ShardName] = set()
+        # The most jobs that the next claim asks for, by org. Only orgs with a limit that holds jobs back have an entry.
+        self._at_once: dict[OrgId, int] = {}
         self._woken = asyncio.Event()
 
     # ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -216,11 +221,12 @@ class OrgPool:
         picked: dict[ShardName, dict[tuple[OrgId, PoolConsumer], _Request]] = {}
         taken: dict[tuple[OrgId, ShardName], set[QueueName]] = {}
         orgs: dict[ShardName, set[OrgId]] = {}
+        asked = Counter[tuple[OrgId, ShardName]]()
         while shards and (consumer := self._next_consumer()) is not None:
             pick = self.schedule.pick(shards)
             if pick is None:
                 break
-            org, shard, charged_s = pick
+            org, shard, charged_s, start = pick
             requests, here = picked.setdefault(shard, {}), orgs.setdefault(shard, set())
             full = len(requests) >= _REQUESTS_MAX or (len(here) >= _ORGS_MAX and org not in here)
             if full or shard not in self._reads(org):
@@ -239,9 +245,15 @@ class OrgPool:
             self._waiting.served(consumer)
             request = requests.get((org, consumer))
             if request is None:
-                request = requests[org, consumer] = _Request(org, consumer, 0.0, 0, taken[org, shard])
+                request = requests[org, consumer] = _Request(org, consumer, 0.0, 0, [], taken[org, shard])
             request.jobs += 1
+            request.starts.append(start)
             request.charged_s += charged_s
+            asked[org, shard] += 1
+            if asked[org, shard] == self._at_once.get(org):
+                self.schedule.pass_over(org, shard)
+        for org, shard in asked:
+            self.schedule.end_pass(org, shard)
         return {shard: affordable for shard, of in picked.items() if (affordable := self._reserve(shard, of.values()))}
 
     def _next_consumer(self) -> PoolConsumer | None:
@@ -313,11 +325,12 @@ class OrgPool:
     async def _lease(self, member: ShardHandle, request: _Request) -> bool:
         """Leases the jobs of a request, and delivers them. Queues that a limit of starts holds back are tried again
         later. Returns whether there may be more jobs."""
-        is_more = False
+        is_more = is_limited = False
         for part in self._starts.split(request.org, list(request.queues)):
             queues, room = part.queues, request.jobs - request.got
             if room <= 0:
-                return True
+                break
+            is_limited = is_limited or bool(part.buckets) or part.in_flight is not None
             try:
                 claimed = await self._starts.claim(
                     member.store,
@@ -347,7 +360,17 @@ class OrgPool:
                     request.queues.update(queues)
             # If this claim has used up its permit, the next permit may be larger.
             is_more = is_more or claimed.result.cut or (not claimed.is_short and claimed.max_jobs < room)
+        self._limit_next(request, is_limited=is_limited)
         return is_more or request.got == request.jobs
+
+    def _limit_next(self, request: _Request, *, is_limited: bool) -> None:
+        """Decides how many jobs the org's next claim asks for. A claim keeps a place for each job that it asks for, and
+        new jobs of other orgs get no place meanwhile. If a limit holds the org's jobs back, most of these places would
+        stay empty. So the next claim then asks for twice as many jobs as this one got."""
+        self._at_once.pop(request.org, None)
+        if is_limited:
+            make_room(self._at_once, _READY_MAX)
+            self._at_once[request.org] = max(1, 2 * request.got)
 
     def _claimed(
         self, member: ShardHandle, requests: Sequence[_Request], results: Sequence[bool | BaseException]
@@ -390,5 +413,6 @@ class OrgPool:
         if claimed.put_back is not None:
             delivery = delivery._replace(on_unsent=claimed.put_back)
         request.got += len(result.jobs)
+        self.schedule.served(request.starts[request.got - 1])
         request.consumer.account_of(request.org).hold(delivery.bytes)
         request.consumer.take(delivery)

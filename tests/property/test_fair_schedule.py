@@ -57,6 +57,7 @@ class Pool:
                     heapq.heappush(self._ends, (self.now_s + took_s, number, self.hand_over, took_s))
             while self._free and (pick := self.schedule.pick([SHARD])) is not None:
                 org, number, took_s = pick.org, next(self._numbers), self.job_s(pick.org)
+                self.schedule.served(pick.start)
                 self.schedule.began(
                     org, number, now_s=self.now_s, until_s=self.now_s + WINDOW_S, charged_s=pick.charged_s
                 )
@@ -217,6 +218,36 @@ def test_a_pick_that_found_no_job_costs_nothing() -> None:
     assert schedule.lead(org) == 0
 
 
+def test_an_org_whose_picks_found_no_job_is_not_ahead_of_one_that_becomes_ready() -> None:
+    searched, new = orgs(2)
+    schedule = Schedule()
+    schedule.ready(searched, SHARD)
+    for pick in [schedule.pick([SHARD]) for _ in range(10)]:
+        assert pick is not None
+        schedule.unused(searched, pick.charged_s)
+    schedule.ready(new, SHARD)
+    picks = [schedule.pick([SHARD]) for _ in range(2)]
+    assert {pick and pick.org for pick in picks} == {searched, new}
+
+
+def test_an_org_is_passed_over_on_one_shard_until_the_pass_ends() -> None:
+    org, other = orgs(2)
+    schedule = Schedule()
+    for shard in (SHARD, OTHER):
+        schedule.ready(org, shard)
+    schedule.ready(other, SHARD)
+    schedule.pass_over(org, SHARD)
+    picks = [schedule.pick([SHARD]) for _ in range(3)]
+    assert [pick and pick.org for pick in picks] == [other] * 3
+    elsewhere = schedule.pick([OTHER])
+    assert elsewhere is not None
+    assert elsewhere.org == org
+    schedule.end_pass(org, SHARD)
+    pick = schedule.pick([SHARD])
+    assert pick is not None
+    assert pick.org == org
+
+
 def test_only_shards_that_are_asked_for_are_served() -> None:
     a, b = orgs(2)
     schedule = Schedule()
@@ -239,6 +270,7 @@ def test_idle_orgs_are_forgotten() -> None:
         org = OrgId(f"once-{n}")
         schedule.ready(org, SHARD)
         while (pick := schedule.pick([SHARD])) is not None:
+            schedule.served(pick.start)
             schedule.began(pick.org, (n, pick.org), now_s=n, until_s=n + 1, charged_s=pick.charged_s)
             schedule.ended((n, pick.org), now_s=n + 0.5)
             if pick.org == busy:
@@ -268,6 +300,7 @@ def test_an_org_does_not_save_up_hand_overs_while_it_has_no_jobs() -> None:
     for n in range(1000):
         pick = schedule.pick([SHARD])
         assert pick is not None
+        schedule.served(pick.start)
         schedule.began(busy, n, now_s=n, until_s=n + 60, charged_s=pick.charged_s)
         schedule.ended(n, now_s=n + 1)
     handed = 0
@@ -288,6 +321,7 @@ def test_an_org_that_is_ready_on_another_shard_stays_ready_when_a_job_is_handed_
     for n in range(10):
         pick = schedule.pick([SHARD])
         assert pick is not None
+        schedule.served(pick.start)
         schedule.began(busy, n, now_s=n, until_s=n + 60, charged_s=pick.charged_s)
         schedule.ended(n, now_s=n + 1)
     schedule.began(org, "handed over", now_s=10, until_s=70)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from router.buffer import Buffer
 from router.fleet.org_pool import OrgPool
 from router.fleet.shard_handle import ShardHandle
-from router.fleet.starts import Starts
+from router.fleet.starts import ClaimedPart, Part, Starts
 from shard.errors import ShardUnavailable
+from shard.limits import InFlightLimits
+from shard.queue.claim import ClaimResult
 from shard.queue.store import Store
 from shard.vocabulary import OrgId, QueueName, ShardName
 from tests.waiting import WaitingConsumer
@@ -67,6 +72,66 @@ async def test_while_a_claim_of_an_org_waits_for_its_next_try_no_newer_job_of_th
     asyncio.get_running_loop().call_later(0, looked.set)
     await looked.wait()
     assert dealt(pool, ACME, 1) == 1
+
+
+class ConsumerOfPool(WaitingConsumer):
+    """Tells its pool that it has credit again, as streams do."""
+
+    def __init__(self, pool: OrgPool) -> None:
+        super().__init__(OrgId(""), credit=10, all_orgs=True, buffer=Buffer(2**30))
+        self.pool = pool
+
+    def free_places(self, unused: int) -> None:
+        super().free_places(unused)
+        self.pool.able(self)
+
+
+class LimitedStarts:
+    """All orgs have a limit of jobs in flight. The first claim gets no job. The second one never ends."""
+
+    def __init__(self) -> None:
+        self.claims = 0
+        self.asked = asyncio.Queue[int]()
+
+    def split(self, _: OrgId, queues: Sequence[QueueName]) -> list[Part]:
+        return [Part(queues, in_flight=InFlightLimits(5, None))]
+
+    async def claim(self, *_: object, max_jobs: int, **__: object) -> ClaimedPart:
+        self.claims += 1
+        self.asked.put_nowait(max_jobs)
+        if self.claims > 1:
+            await asyncio.Event().wait()
+        return ClaimedPart(ClaimResult(b"", []), max_jobs, None)
+
+
+async def test_while_a_claim_of_an_org_at_its_limit_runs_other_orgs_get_places() -> None:
+    async def has_room(*_: object) -> bool:
+        return False
+
+    up = asyncio.Event()
+    up.set()
+    room = SimpleNamespace(gives=True, hold_if_full=has_room)
+    ready_orgs = SimpleNamespace(emptied=lambda *_: None)
+    handle = SimpleNamespace(name=S1, up=up, room=room, store=None, ready_orgs=ready_orgs)
+    starts = LimitedStarts()
+    pool = OrgPool(
+        [MAIL],
+        shards=lambda: {S1: cast("ShardHandle", handle)},
+        reads=lambda _: [S1],
+        weight_of=lambda _: 1.0,
+        starts=cast("Starts", starts),
+    )
+    pool.enter(ConsumerOfPool(pool))
+    running = asyncio.create_task(pool.run())
+    pool.found(S1, LARGE, MAIL)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await starts.asked.get() == 10
+        pool.found(S1, LARGE, MAIL)
+        assert await starts.asked.get() == 1
+    assert dealt(pool, ACME, 1) == 1
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
 
 
 async def test_a_pool_goes_on_after_a_fault(caplog: pytest.LogCaptureFixture) -> None:
