@@ -184,7 +184,7 @@ class Schedule:
 
     def end_pass(self, org: OrgId, shard: ShardName) -> None:
         known = self._orgs.get(org)
-        if known is not None:
+        if known is not None and shard in known.passed:
             known.passed.discard(shard)
             if shard in known.shards:
                 self._push(org, known, (shard,))

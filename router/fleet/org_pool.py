@@ -222,38 +222,40 @@ class OrgPool:
         taken: dict[tuple[OrgId, ShardName], set[QueueName]] = {}
         orgs: dict[ShardName, set[OrgId]] = {}
         asked = Counter[tuple[OrgId, ShardName]]()
-        while shards and (consumer := self._next_consumer()) is not None:
-            pick = self.schedule.pick(shards)
-            if pick is None:
-                break
-            org, shard, charged_s, start = pick
-            requests, here = picked.setdefault(shard, {}), orgs.setdefault(shard, set())
-            full = len(requests) >= _REQUESTS_MAX or (len(here) >= _ORGS_MAX and org not in here)
-            if full or shard not in self._reads(org):
-                self.schedule.unused(org, charged_s)
-                if full:
-                    shards.discard(shard)
-                else:
-                    # The org has moved away. If any of its jobs are left on this shard, they are strays.
-                    self._take_queues(org, shard)
-                    self.schedule.idle(org, shard)
-                continue
-            if (org, shard) not in taken:
-                taken[org, shard] = self._take_queues(org, shard)
-            here.add(org)
-            consumer.keep_places(1)
-            self._waiting.served(consumer)
-            request = requests.get((org, consumer))
-            if request is None:
-                request = requests[org, consumer] = _Request(org, consumer, 0.0, 0, [], taken[org, shard])
-            request.jobs += 1
-            request.starts.append(start)
-            request.charged_s += charged_s
-            asked[org, shard] += 1
-            if asked[org, shard] == self._at_once.get(org):
-                self.schedule.pass_over(org, shard)
-        for org, shard in asked:
-            self.schedule.end_pass(org, shard)
+        try:
+            while shards and (consumer := self._next_consumer()) is not None:
+                pick = self.schedule.pick(shards)
+                if pick is None:
+                    break
+                org, shard, charged_s, start = pick
+                requests, here = picked.setdefault(shard, {}), orgs.setdefault(shard, set())
+                full = len(requests) >= _REQUESTS_MAX or (len(here) >= _ORGS_MAX and org not in here)
+                if full or shard not in self._reads(org):
+                    self.schedule.unused(org, charged_s)
+                    if full:
+                        shards.discard(shard)
+                    else:
+                        # The org has moved away. If any of its jobs are left on this shard, they are strays.
+                        self._take_queues(org, shard)
+                        self.schedule.idle(org, shard)
+                    continue
+                if (org, shard) not in taken:
+                    taken[org, shard] = self._take_queues(org, shard)
+                here.add(org)
+                consumer.keep_places(1)
+                self._waiting.served(consumer)
+                request = requests.get((org, consumer))
+                if request is None:
+                    request = requests[org, consumer] = _Request(org, consumer, 0.0, 0, [], taken[org, shard])
+                request.jobs += 1
+                request.starts.append(start)
+                request.charged_s += charged_s
+                asked[org, shard] += 1
+                if asked[org, shard] == self._at_once.get(org):
+                    self.schedule.pass_over(org, shard)
+        finally:
+            for org, shard in asked:
+                self.schedule.end_pass(org, shard)
         return {shard: affordable for shard, of in picked.items() if (affordable := self._reserve(shard, of.values()))}
 
     def _next_consumer(self) -> PoolConsumer | None:
