@@ -31,15 +31,24 @@ def check(evidence: Evidence) -> Iterator[Violation]:
 
 
 def _orphans(evidence: Evidence) -> set[str]:
-    """Returns the jobs of lost workflows: they came to the shard after the backup was made, and no shard has them now.
-    Such a job may have come from the other shard only after the restore, and may wait for nodes that do not exist any
-    more."""
-    lost = Backup(evidence).lost_flows - {flow.workflow for flow in evidence.flows}
-    history = evidence.history
-    return {
-        *(one.job for one in history.enqueues if one.workflow in lost),
-        *(job for one in history.additions if one.workflow in lost for job in one.jobs.values()),
-    }
+    """Returns the jobs of workflows that a restored backup broke. Such a job may wait for a node that will never end:
+    the workflow is lost and the job came from another shard after the restore, or the workflow has moved to another
+    shard, and the job of one of its nodes was left behind and is lost."""
+    backup, history = Backup(evidence), evidence.history
+    nodes: defaultdict[str, set[str]] = defaultdict(set)
+    for enqueue in history.enqueues:
+        if enqueue.workflow:
+            nodes[enqueue.workflow].add(enqueue.job)
+    for addition in history.additions:
+        nodes[addition.workflow].update(addition.jobs.values())
+    there = {row.job for row in evidence.rows}
+    lost = backup.lost_flows - {flow.workflow for flow in evidence.flows}
+    broken = [
+        jobs
+        for workflow, jobs in nodes.items()
+        if workflow in lost or any(backup.lacks(job) and job not in there for job in jobs)
+    ]
+    return {job for jobs in broken for job in jobs}
 
 
 def _late(evidence: Evidence, calm_s: float) -> Iterator[Violation]:

@@ -1060,6 +1060,17 @@ def test_a_job_that_the_backup_lacks_may_be_lost_and_no_other() -> None:
     assert found(restored(given)) == ["I1"]
 
 
+def test_a_job_may_wait_for_ever_if_the_backup_lacks_a_node_of_its_workflow_and_no_other() -> None:
+    first, second = (replace(enqueue(job, 13.0), workflow="w") for job in ("j1", "j2"))
+    flow = Flow(workflow="w", org=ORG, shard="s2", state="running", nodes={"j1": "released", "j2": "blocked"})
+    given = evidence(enqueues=[first, second], rows=[live("j2")], flows=[flow])
+    assert "I7" in excused(restored(given, replaced=[live("j1")]))
+    assert "I7" in found(restored(given, replaced=[live("j1")], backup=[live("j1")]))
+    assert "I7" in found(restored(given, replaced=[live("j3")]))
+    still_there = replace(given, rows=[live("j1"), live("j2")])
+    assert found(restored(still_there, replaced=[live("j1")])).count("I7") == 2
+
+
 def test_a_job_that_was_acknowledged_once_the_backup_was_in_place_must_be_there() -> None:
     for duplicate in (False, True):
         given = evidence(enqueues=[enqueue("j1", 13.0), enqueue("j1", 30.0, duplicate=duplicate)])
