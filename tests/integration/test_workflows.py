@@ -594,6 +594,18 @@ async def test_a_check_finds_what_is_wrong(
     assert Fault(org, flow.id, node, what) in await flows.admin.check()
 
 
+async def test_a_node_whose_job_is_lost_is_ended_by_a_skip(
+    fresh_database: Database, fresh_dsn: str, org: OrgId
+) -> None:
+    flows = Flows(fresh_database, org)
+    flow = await flows.start({"a": [], "b": ["a"]})
+    async with await psycopg.AsyncConnection.connect(fresh_dsn) as session:
+        await session.execute("DELETE FROM windrow.job WHERE workflow_node LIKE '%/0'")
+    await flows.admin.skip(org, flow.id, NodeName("a"), epoch=1)
+    assert await flows.run_all() == [{"b"}]
+    assert await flows.admin.check() == []
+
+
 # ── What an end writes ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
