@@ -68,8 +68,8 @@ def spent(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """How much databases wrote. The WAL is that of their whole servers; the other counts are of these databases
-    alone."""
+    """How much some databases wrote. `wal_bytes` counts the WAL of their whole servers, and the other fields count only
+    these databases."""
 
     wal_bytes: int = 0
     commits: int = 0
