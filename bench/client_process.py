@@ -140,8 +140,8 @@ class Client:
                 raise error
 
     async def drain(self, *, total: int, batch: int, concurrency: int) -> float:
-        """Starts to consume, and waits until all clients together have finished `total` jobs. Does not stop to consume
-        then. Returns the time at which this client finished its last job."""
+        """Starts to consume, and waits until all clients together have finished `total` jobs. Then continues to
+        consume. Returns the time at which this client finished its last job."""
         await self.work(batch=batch, concurrency=concurrency)
         # Look rarely at first: each look wakes this process up, and the benchmark counts wake-ups.
         await self._until(lambda: self._tally.finished >= 0.9 * total, f"{total}", look_s=_LOOK_AFAR_S)

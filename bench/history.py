@@ -59,6 +59,6 @@ def fill_day(dsn: str, *, org: str, queue: str, days_ago: int, retention: int, c
             "INSERT INTO windrow.tally (org_id, accepted) SELECT (%s & 4294967295)::integer, %s", [queue_id, count]
         )
     with psycopg.connect(dsn, autocommit=True) as connection:
-        # Vacuum the partition, as autovacuum would have done if the jobs had come during hours.
+        # Vacuum the partition, because autovacuum does so during a real day.
         connection.execute(sql.SQL("VACUUM (ANALYZE) {}").format(partitions.table(name)))
     return Day(f"cold_{retention}_{first.replace('-', '')}", retention, first, past, True, True, False)

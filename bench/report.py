@@ -48,7 +48,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What happened at the moment `at_s`, or from then to `until_s`."""
+    """What happened at the moment `at_s`, or from `at_s` to `until_s`."""
 
     what: str
     at_s: float

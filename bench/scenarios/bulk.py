@@ -44,7 +44,8 @@ _SEARCHES: Mapping[str, Mapping[str, str]] = {
     "a single job": {"customer": "1"},
     "none": {"campaign": "unknown"},
 }
-# How long the cancel may take to change its first jobs, and how often this scenario looks for them.
+# The cancel may take the first time to change its first jobs. Meanwhile this scenario looks for changed jobs at the
+# second interval.
 _BEGINS_S_MAX = 60.0
 _LOOK_S = 0.1
 # One job in ten has the campaign that is cancelled.
@@ -63,7 +64,7 @@ FROM generate_series(1, %(jobs)s) AS n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    # The jobs of the org that cancels a tenth of them.
+    # How many jobs the org has that cancels a tenth of its jobs.
     jobs: int = 1_000_000
     searches: int = 200
     consumers: int = 4
@@ -79,7 +80,7 @@ class Sample:
     beside: bool
     # In ms.
     claims: list[float]
-    # How many jobs were cancelled, and in how many seconds: from the start of the command to its end.
+    # How many jobs were cancelled, and how many seconds the command took.
     cancelled: int
     took_s: float
 
@@ -87,7 +88,7 @@ class Sample:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
     wanted: str
-    # First pages, in ms.
+    # How long each first page took, in ms.
     took: list[float]
 
 

@@ -58,8 +58,8 @@ _SCHEDULES_S = (5, 15, 60)
 _ROUTERS, _PROCESSES, _NAMED_QUEUES = 2, 2, 20
 _SCRAPE_S, _POINTS, _STEP_S_MIN = 5, 200, 0.5
 _TURN_S = 0.25
-# The shares of jobs that are delayed, of jobs that fail, of failures that are permanent, of calls that are repeated,
-# and of consumers' turns that take longer than their leases.
+# Shares: how many of the jobs are delayed, how many of the jobs fail, how many of the failures are permanent, how many
+# of the calls are repeated, and how many of the consumers' turns take longer than their leases.
 _DELAYED, _FAILED, _DEADLY, _REPEATED, _LATE = 0.1, 0.02, 0.3, 0.03, 0.01
 _WINDOW_S, _SHORT_WINDOW_S, _CALL_S, _PAUSE_S = 30.0, 2.0, 5.0, 0.5
 _READY_S_MAX = 60.0
@@ -138,7 +138,7 @@ async def _move(stage: Stage) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Story:
-    """Causes the events of the run. Each comes when a fixed share of the run is over."""
+    """Causes the events of the run. Each event happens when a fixed share of the run is over."""
 
     plan: Plan
     stage: Stage
@@ -213,7 +213,7 @@ def _load(clients: Sequence[windrow.Client], story: Story) -> Iterator[Coroutine
 
 
 async def _again(turn: Callable[[], Awaitable[None]]) -> None:
-    """Repeats the turn until this task is cancelled. The metrics show calls that fail."""
+    """Repeats the turn until this task is cancelled. Ignores calls that fail, because the metrics show them."""
     while True:
         try:
             await turn()
@@ -228,7 +228,7 @@ async def _produce(client: windrow.Client, queue: str, per_s: float, luck: rando
         luck.uniform(5, 60) if luck.random() < _DELAYED else None for _ in range(int(now * _TURN_S + luck.random()))
     ]
     jobs = [NewJob(queue, "work", *stamped(1), delay=delay) for delay in delays]
-    # A few calls are sent twice, as a producer does after a call whose answer was lost.
+    # Send a few calls twice, as a producer does if the answer to a call was lost.
     for _ in range(2 if luck.random() < _REPEATED else 1):
         if jobs:
             await client.enqueue_many(jobs)
@@ -250,7 +250,7 @@ async def _consume(client: windrow.Client, queue: str, luck: random.Random, stor
 
 
 async def _work_long(client: windrow.Client, story: Story) -> None:
-    """Holds the lease of one job for a fifth of the run. An org's move waits for it."""
+    """Holds the lease of one job for a fifth of the run. The org's move waits until this lease ends."""
     await client.enqueue(_LONG, "export")
     jobs = await client.dequeue(_LONG, visibility_window=_WINDOW_S, wait=1.0)
     ends = story.share + 0.2
@@ -265,7 +265,7 @@ async def _work_long(client: windrow.Client, story: Story) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """An alert that fired: for what, and from when to when."""
+    """An alert that fired. `about`: the labels that say what the alert is about."""
 
     name: str
     about: str
@@ -346,8 +346,8 @@ def lines_of(series: Sequence[tuple[str, Any]], began_unix: float, step_s: float
 
 
 def points_of(values: Sequence[tuple[float, str]], began_unix: float, step_s: float) -> Points:
-    """Returns points over the seconds since the beginning. There is a gap where values are missing, or are not finite
-    numbers."""
+    """Returns points over the seconds since the beginning. The line has a gap where values are missing, or are not
+    finite numbers."""
     points: list[tuple[float, float]] = []
     for at, text in values:
         at_s, value = at - began_unix, float(text)

@@ -133,7 +133,7 @@ async def _pickup(plan: Plan, bench: Bench, stage: Stage, run: int, *, beside: b
             elif arrived_s > measured_s:
                 waited_ms.append((arrived_s - _TIME.unpack(job.payload)[0]) * _MS)
             await asyncio.sleep(_HANDLER_S)
-            # gRPC allows only one write at the same time. The run may have ended the stream meanwhile.
+            # gRPC allows only one write at the same time. While this task waited, the run may have ended the stream.
             async with writing:
                 if call.done():
                     return
@@ -156,7 +156,7 @@ async def _pickup(plan: Plan, bench: Bench, stage: Stage, run: int, *, beside: b
 
         async def produce_large() -> None:
             while True:
-                # More jobs than the consumers can finish, so the backlog grows.
+                # These are more jobs than the consumers can finish, so the backlog grows.
                 await _enqueue(stub, large, queue, 10)
                 await asyncio.sleep(1.0)
 

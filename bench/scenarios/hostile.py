@@ -55,7 +55,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attacked:
-    """The result of one attack. Times are in seconds since it began."""
+    """The result of one attack. Times are in seconds since the attack began."""
 
     attack: Attack
     outcome: AttackOutcome

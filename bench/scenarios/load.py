@@ -39,8 +39,8 @@ from windrow.v1 import admin_pb2, admin_pb2_grpc
 
 _PRODUCER, _WORKER = 0, 1
 _WARM_S = 3.0
-# While a producer is further behind than this, it skips the jobs that become due: the system then cannot handle the
-# load.
+# While a producer is behind by more than this time, the system cannot handle the load, and the producer skips the jobs
+# that become due.
 _LATE_S_MAX = 5.0
 _FINISH_S_MAX = 20.0
 _OVERLOAD = 1.5

@@ -38,7 +38,7 @@ type peer interface {
 	prepare(ctx context.Context, run string) error
 	// Stores jobs by one call of the system. Their transaction has committed when this returns.
 	enqueue(ctx context.Context, payloads []string) error
-	// Runs the system's own consumer until ctx ends. Then it finishes the jobs that it has begun.
+	// Runs the system's own consumer until ctx ends. Then the consumer finishes the jobs that it has begun.
 	work(ctx context.Context, batch, concurrency int, report *report) error
 	// Returns the jobs of the last prepared run that are left, accepted and finished.
 	counts(ctx context.Context) (left, accepted, finished int, err error)
@@ -65,7 +65,7 @@ func (r *report) taken(payload string) {
 	r.mutex.Unlock()
 }
 
-// finished is called when this number of further jobs have finished in the database.
+// finished is called when this number of further jobs has finished in the database.
 func (r *report) finished(jobs int) {
 	r.mutex.Lock()
 	r.done += uint32(jobs)

@@ -1,5 +1,5 @@
-"""How clients were affected while the cluster grew: computed from what they recorded, and from looks at the catalog.
-Pure."""
+"""Computes how the growth of the cluster affected clients, from what the clients recorded and from looks at the
+catalog. Pure."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What the catalog says about slots: how many the added or drained shard writes, and how many are moving."""
+    """What the catalog says about slots. `written`: how many slots store new jobs on the shard that is added or
+    drained. `moving`: how many slots are moving."""
 
     at_s: float
     written: int
@@ -72,8 +73,8 @@ class PhaseFigures:
     phase: Phase
     # Jobs a second, by the time at which they were due.
     stored_per_s: float
-    # How long jobs waited for a worker, from the time at which they were due to be stored; and from the answer to their
-    # enqueue.
+    # How long jobs waited for a worker. `pickup` counts from the time at which a job was due to be stored, and
+    # `dequeue` from the answer to its enqueue.
     pickup: Waits | None
     dequeue: Waits | None
     enqueue: Times | None
@@ -81,11 +82,11 @@ class PhaseFigures:
     failed: int
     # Failed tries that the client repeated, by their gRPC code.
     retries: Mapping[str, int]
-    # The longest time for which a watched org had no successful enqueue: among orgs whose slots move, and among the
+    # The longest time for which a watched org had no successful enqueue: for the orgs whose slots move, and for the
     # other orgs.
     gap_moved_s: float
     gap_stayed_s: float
-    # The longest enqueue: among orgs whose slots move, and among the other orgs.
+    # The longest enqueue: for the orgs whose slots move, and for the other orgs.
     longest_moved_s: float
     longest_stayed_s: float
 
@@ -130,8 +131,9 @@ def figures(seen: Seen, phase: Phase, *, moved: Collection[str], watched: Collec
 
 
 def longest_gap_s(calls: Iterable[Call], phase: Phase, orgs: Collection[str]) -> float:
-    """Returns the longest time between two successful enqueues of one of these orgs that overlaps the phase. Infinity:
-    an org had no successful enqueue before the phase began, or none after the phase ended. NaN: `orgs` is empty."""
+    """Returns the longest time that one of these orgs spent between two successful enqueues. Only times that overlap
+    the phase count. Infinity: an org had no successful enqueue before the phase began, or none after the phase ended.
+    NaN: `orgs` is empty."""
     ends: defaultdict[str, list[float]] = defaultdict(list)
     for call in calls:
         if call.verb is Verb.ENQUEUE and call.outcome is Outcome.OK and call.ended_s is not None:

@@ -26,9 +26,9 @@ def code_of(error: WindrowError) -> str:
 
 @contextmanager
 def overheard(recorder: Recorder) -> Generator[None, None, None]:
-    """Records each failed try that the client repeats by itself. The client does not report these tries, so the
-    client's functions that decide about them are wrapped. Also records the failures that a worker logs, such as a lost
-    lease or a late ack."""
+    """Records each failed try that the client repeats by itself. The client does not report these tries. Therefore this
+    function wraps the client's functions that decide whether to repeat a try. Also records the failures that a worker
+    logs, such as a lost lease or a late ack."""
 
     def note(verb: Verb, code: str) -> None:
         recorder.end(recorder.begin(verb, "", None), Outcome.UNKNOWN, code=code)

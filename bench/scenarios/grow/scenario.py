@@ -64,7 +64,7 @@ _LATER = timedelta(days=1)
 _FILL_CALLS = 16
 _FILL_JOBS_MAX = 1000
 _WARM_S, _WARM_S_MAX = 5.0, 120.0
-# The workers keep up while the jobs that are stored but not taken yet are no more than this many seconds of load.
+# The workers keep up while the jobs that they have not taken yet are at most the load of this many seconds.
 _BEHIND_S = 0.5
 _LOOK_S = 0.5
 # If no move of a slot has made progress for this long, the moves are stuck.
@@ -338,7 +338,8 @@ class Moved:
     name: str
     slots: int
     jobs: int
-    # Seconds from the change of the file, and from the first slot that moves, until the last slot is at rest.
+    # How long it takes until the last slot is at rest. `seconds` counts from the change of the file, and `moving_s`
+    # from the time at which the first slot moves.
     seconds: float
     moving_s: float
 
@@ -397,7 +398,7 @@ def _ratio(waits: Waits | None, before: Waits | None, label: str) -> float:
         return math.nan
     above: float = getattr(waits, label)
     below: float = getattr(before, label)
-    # There is no ratio to a wait of 0.
+    # A ratio to a wait of 0 is not defined.
     return above / below if below else math.nan
 
 
