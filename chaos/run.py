@@ -1,5 +1,5 @@
-"""One run: starts load, runs faults and changes by the schedule, waits until all faults are healed, no slot moves and
-no job is live, and collects the evidence."""
+"""One run. Starts load, and runs the scheduled faults and changes. Then waits until all faults are healed, no slot
+moves and no job is live, and collects the evidence."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SAY_EVERY_S = 5.0
 _LOOK_S = 0.2
 # Do not count more often, because each count connects to every shard.
 _COUNT_S = 0.5
-# The time that an idle machine may need, in addition to the interval of sweeps, to reconnect and to restart clients.
+# How long it may take on an idle machine, beyond the interval of sweeps, until clients have reconnected and restarted.
 _SLACK_S = 7.0
 # The bounds for answers and deliveries grow by the longest stall of this process times this number, because other
 # processes stall too.
@@ -52,7 +52,7 @@ _STUCK_S_MAX = 30.0
 # continue pauses for half a minute.
 _REST_S_MAX = 180.0
 _REST_LOOK_S = 1.0
-# The pause before a fault that is run alone. In this pause delayed calls end, and clients reconnect.
+# The pause before a fault that is run without other faults. In this pause delayed calls end, and clients reconnect.
 _PEACE_S = 8.0
 # How long a call may take if nothing delays it.
 _ANSWER_S = 2.0
@@ -84,11 +84,11 @@ class Strike:
     target: str
     began_s: float
     healed_s: float
-    # Why the fault did not work as planned. Empty: it did.
+    # Why the fault did not work as planned. Empty: the fault worked as planned.
     trouble: str = ""
     # The orgs that the fault affected, if it affects only some orgs.
     orgs: Sequence[str] = ()
-    # Whether nothing else was done to the cluster during the fault.
+    # Whether no other fault or change was under way during the fault.
     alone: bool = False
 
 
@@ -160,7 +160,7 @@ async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None
             say("draining")
             stalls.clear()
             await _drained(stage)
-            # Wait until the leases that began under faults have ended: a lease is as long as the window, and nobody
+            # Wait until the leases that began under faults have ended. A lease is as long as the window, and nobody
             # extends leases any more.
             calm_s = max(time.monotonic(), healed_s + 2 * order.cast.window_s)
             await asyncio.sleep(calm_s - time.monotonic())
@@ -249,8 +249,8 @@ def _by_org(rows: Iterable[Row], seen: History) -> dict[str, list[str]]:
 
 
 def planned(order: Order) -> list[Planned]:
-    """Returns a random schedule. It has changes at any time, independently of the faults: changes harm nothing, so any
-    number of them may be under way."""
+    """Returns a random schedule. Changes may begin at any time, independently of the faults: changes harm nothing, so
+    any number of them may be under way."""
     faults = [kind for kind in kinds(order) if kind.name not in CHANGES]
     changes = [kind for kind in kinds(order) if kind.name in CHANGES]
     return [

@@ -46,13 +46,13 @@ _CONNECTION_AGE_S = 10
 # Routers follow a file within 2 s. The issuer begins to sign with a key when the key has been published for
 # _PUBLISHED_S, and publishes the key for _KEPT_S after the last signature with it.
 _PUBLISHED_S, _KEPT_S = 3.0, 2.0
-# Routers read a changed file only after two looks at which it was the same; the looks are 0.5 s apart. Therefore this
-# is the shortest time between two replacements of a file.
+# Routers look at a file every 0.5 s. They read a changed file only when it was the same at two looks. Therefore this is
+# the shortest time between two replacements of a file.
 _FILE_PAUSE_S = 1.3
 _LANES = 25
 _WARM_S = 3.0
-# The run fails if a router still accepts a replaced key or shows a replaced certificate after the first time, or if the
-# last jobs take longer than the second time.
+# The run fails if a router still accepts a replaced key, or shows a replaced certificate, _EFFECT_S_MAX after the
+# replacement. The run also fails if the last jobs take longer than _DRAIN_S_MAX.
 _EFFECT_S_MAX, _DRAIN_S_MAX = 15.0, 60.0
 _LOOK_S = 0.05
 _CALL_S_MAX = 10.0
@@ -70,8 +70,8 @@ class Plan:
 
 @dataclass(slots=True, kw_only=True)
 class Rotated:
-    """The rotations of one kind of proof. `effect_s`: how long after each rotation routers still accepted the old
-    proof, or did not yet show the new certificate."""
+    """The rotations of one kind of proof. `effect_s`: how long routers still accepted the old proof after each
+    rotation, or how long they did not yet show the new certificate."""
 
     sort: str
     rotations: int = 0

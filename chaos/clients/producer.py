@@ -92,7 +92,8 @@ class Producer:
             await self._cancel(org, job.id)
 
     async def _probe(self) -> None:
-        """Waits for the command, and then enqueues one job for each org. At that time no fault is active."""
+        """Waits for the command `probe`, and then enqueues one job for each org. The command comes when no fault is
+        active."""
         over = asyncio.create_task(self._orders.over.wait())
         probe = asyncio.create_task(self._orders.probe.wait())
         await asyncio.wait({over, probe}, return_when=asyncio.FIRST_COMPLETED)

@@ -24,9 +24,9 @@ from shard.vocabulary import OrgId
 
 _BACKUP, _REPLACED = "windrow_backup", "windrow_replaced"
 _AGE_S = (2.0, 8.0)
-# How many of the busiest orgs are used, so that there are jobs to lose.
+# The fault uses this many of the busiest orgs, so that jobs are lost.
 _ORGS = 4
-# The share of the copies during which the workers are stopped, and how long before the copy they are stopped.
+# In this share of the runs, the workers are stopped while the copy is made. They are stopped this long before the copy.
 _BACKLOG_SHARE, _BACKLOG_S = 0.5, 3.0
 # Routers learn every 3 s which marks the catalog has confirmed.
 _LEARN_S = (5.0, 10.0)
@@ -77,8 +77,8 @@ class RestoreBackup(Fault):
         source, target = self.luck.sample([self.target, other], 2)
         await asyncio.gather(self._move(leaves, self.target), self._move(comes, other), self._move(moves, source))
         if self.luck.random() < _BACKLOG_SHARE:
-            # Let some jobs wait when the copy is made. These jobs leave the shard later, with their org. After the
-            # replacement they are on the shard again.
+            # Stop the workers, so that some jobs wait when the copy is made. These jobs leave the shard later, with
+            # their org. After the replacement they are on the shard again.
             self._send(signal.SIGSTOP)
             await asyncio.sleep(_BACKLOG_S)
         await self._copy()
@@ -92,7 +92,7 @@ class RestoreBackup(Fault):
         self.stage.say(f"{self.target} is as it was {self._swapped_s - self._copied_s:.1f} s ago")
         heard = asyncio.Event()
         self._asking = asyncio.create_task(self._ask(heard))
-        # If no router refuses the shard, the checker reports this.
+        # If no router refuses the shard, continue: the checker reports this.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REFUSED_S_MAX):
                 await heard.wait()
@@ -120,7 +120,7 @@ class RestoreBackup(Fault):
                 told=self._told,
             )
         for org in self.orgs:
-            # If this fails, the org stays where it is, which does no harm.
+            # If this move fails, the org stays where it is, which does no harm.
             with contextlib.suppress(ShardUnavailable, SlotMoves):
                 match self.luck.randrange(3):
                     case 0:
@@ -133,8 +133,8 @@ class RestoreBackup(Fault):
     # ── Before ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _move(self, org: str, there: str, *, to_its_end: bool = True) -> None:
-        """Moves the org to a shard. Waits until the move is complete; without `to_its_end`, only until new jobs are
-        stored on that shard."""
+        """Moves the org to a shard. Waits until the move is complete. If `to_its_end` is False, waits only until that
+        shard stores the org's new jobs."""
         await pin(self.stage, org, there)
         give_up_s = time.monotonic() + _MOVED_S_MAX
         async with open_catalog(self.stage) as database:
@@ -224,7 +224,7 @@ async def _end(process: Process) -> None:
 
 
 def _read(shard: Shard, database: str) -> Version:
-    """Reads a database of the shard that nobody uses."""
+    """Reads a database on the shard's server that no router uses."""
     dsn = shard.dsn_of(database)
     return Version(
         rows=list(tables.rows_in(dsn, shard.name)),

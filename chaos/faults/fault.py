@@ -1,4 +1,4 @@
-"""The base of all faults: each does something to a target for a while, and then undoes it."""
+"""The base of all faults. Each fault does something to a target for a while, and then undoes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Fault(abc.ABC):
     """
 
     name: ClassVar[str]
-    # Whether the fault is chosen at random. If not, it is run once, alone, at the end.
+    # Whether the fault is chosen at random. If this is False, the fault is run once at the end, without other faults.
     drawn: ClassVar[bool] = True
     # How often the fault is chosen, relative to the others.
     weight: ClassVar[float] = 1.0
@@ -46,7 +46,7 @@ class Fault(abc.ABC):
 
     @classmethod
     def missing(cls, stage: Stage) -> str | None:
-        """Returns what this machine or release lacks for the fault; None if it lacks nothing."""
+        """Returns what this machine or release lacks for the fault. Returns None if nothing is missing."""
         return None
 
     @abc.abstractmethod
@@ -72,7 +72,7 @@ def routers(cast: Cast) -> list[str]:
 
 
 def pid_of(stage: Stage, target: str) -> int | None:
-    """Returns the current process of this router or balancer; None while it is being restarted."""
+    """Returns the current process of this router or balancer. Returns None while the process is being restarted."""
     if target in stage.balancers.names:
         return stage.balancers.pid(target)
     pids = sorted(stage.routers.pids)

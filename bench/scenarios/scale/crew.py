@@ -95,7 +95,7 @@ class Crew:
         return [process.pid for process in self.processes]
 
     async def one(self, at: int, verb: str, **order: object) -> Any:
-        """Orders one process, and returns its answer. Raises Wrong."""
+        """Sends an order to one process, and returns the answer. Raises Wrong."""
         process = self.processes[at]
         assert process.stdin is not None
         assert process.stdout is not None
@@ -132,7 +132,7 @@ async def open_crew(
     server: Server, database: str, parts: str, *, count: int, processes: int, **order: object
 ) -> AsyncGenerator[tuple[Crew, Spent], None]:
     """Runs `count` parts of the kind `parts` in `processes` processes, which all begin at the same time. Yields the
-    crew, and what it took to make the parts."""
+    crew, and what the making of the parts cost."""
     shares = [count * (at + 1) // processes - count * at // processes for at in range(processes)]
     orders = [json.dumps({"parts": parts, "count": share, **order}) for share in shares if share]
     postgres_s = cpu.of_trees([server.cluster.pid or 0])[0]
@@ -159,6 +159,6 @@ def _backends(application: str, pids: Sequence[int]) -> Backends:
 
 
 def _memory(pid: int) -> dict[str, int]:
-    """Returns KiB by the names in smaps_rollup (see proc(5))."""
+    """Returns the values of smaps_rollup (see proc(5)) in KiB, by their names."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     return {name: int(size.split()[0]) for name, _, size in (line.partition(":") for line in lines)}
