@@ -1,8 +1,8 @@
-"""Pictures of Grafana's dashboards (deploy/grafana), drawn without Grafana: a real Prometheus scrapes two routers
-during a load with faults, and then answers every query of every panel.
+"""Draws pictures of Grafana's dashboards (deploy/grafana) without Grafana. A real Prometheus scrapes two routers during
+a load with faults, and then answers every query of every panel.
 
-Nothing is measured here: the load is light, and the faults are chosen so that there is something to see. The report
-also lists the alerts that fired. Without faults no alert may fire.
+This scenario measures nothing: the load is light, and the faults are chosen so that the dashboards show something. The
+report also lists the alerts that fired. Without faults no alert may fire.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ async def _router(stage: Stage, target: str) -> Servers:
 
 
 async def _move(stage: Stage) -> None:
-    """Has the balancer move the org."""
+    """Pins the org to the other shard, so that the balancer moves the org there."""
     async with catalog_of(read(stage.cluster_file.path)) as database:
         await pins.pin(database, OrgId(_ORG), pins.OnShard(ShardName(_OTHER_SHARD)))
 
@@ -155,7 +155,8 @@ class Story:
         return (time.monotonic() - self.began_s) / self.plan.seconds
 
     async def run(self) -> None:
-        """Causes one event after another. Even in a short run, each fault ends before the next one begins."""
+        """Causes the events. A router process is killed while consumers pause. Each of the later faults ends before the
+        next fault begins, even in a short run."""
         self.working.set()
         if not self.plan.faults:
             await self._at(1.0)

@@ -43,8 +43,8 @@ _ISSUER, _AUDIENCE = "https://issuer.bench", "bench"
 _ALGORITHM = "Ed25519"
 # Routers ask clients to connect again when a connection has this age, so that clients see new certificates.
 _CONNECTION_AGE_S = 10
-# Routers follow a file within 2 s. The issuer begins to sign with a key when the key has been published for
-# _PUBLISHED_S, and publishes the key for _KEPT_S after the last signature with it.
+# Routers notice a changed file within 2 s. The issuer signs with a key only after the key has been published for
+# _PUBLISHED_S. The key stays published for _KEPT_S after the last signature.
 _PUBLISHED_S, _KEPT_S = 3.0, 2.0
 # Routers look at a file every 0.5 s. They read a changed file only when it was the same at two looks. Therefore this is
 # the shortest time between two replacements of a file.
@@ -84,7 +84,7 @@ class Load:
 
     stored: set[int] = field(default_factory=set[int])
     handled: Counter[int] = field(default_factory=Counter[int])
-    # The times of the enqueues in ms.
+    # How long each enqueue took, in ms.
     enqueues: list[float] = field(default_factory=list[float])
     failed: Counter[str] = field(default_factory=Counter[str])
     seconds: float = 0.0
@@ -151,7 +151,7 @@ class _Issuer:
         return gone
 
     def _signing(self) -> OKPKey:
-        """The newest key that all routers know."""
+        """Returns the newest key that all routers know."""
         known = [key for at_s, key in self._keys if at_s + _PUBLISHED_S < time.monotonic()]
         return known[-1] if known else self._keys[0][1]
 
@@ -167,7 +167,7 @@ class _Certificate:
         self._key = key
 
     def rotate(self) -> int:
-        """Replaces the certificate. Returns the serial number of the new one."""
+        """Replaces the certificate. Returns the serial number of the new certificate."""
         pair = self._authority.sign()
         pair.save(self._certificate, self._key)
         return x509.load_pem_x509_certificate(pair.certificate).serial_number

@@ -282,7 +282,8 @@ async def _looking(stage: Stage, shard: str, course: Course) -> AsyncGenerator[N
 
 
 async def _until_moved(course: Course, wanted: int, bench: Bench) -> None:
-    """Waits until the shard has `wanted` slots, and nothing moves. Raises Wrong if nothing has moved for _STUCK_S."""
+    """Waits until the shard has `wanted` slots, and no slot is moving. Raises Wrong if the moves make no progress for
+    _STUCK_S."""
     moved_s, seen, said_s = time.monotonic(), (-1, -1), 0.0
     while True:
         await asyncio.sleep(_LOOK_S)
