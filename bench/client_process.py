@@ -25,7 +25,7 @@ from bench.systems import load
 from bench.tally import Tally
 
 _LOOK_S, _LOOK_AFAR_S = 0.002, 0.02
-# If no process has finished a job for this long, jobs must be missing.
+# If no job has been taken or finished for this long, jobs must be missing.
 STUCK_S = 30.0
 _SETTLE_S_MAX = 30.0
 # How long workers may take to start before the first job is enqueued.
@@ -71,8 +71,8 @@ class Client:
         """Stores `rate` jobs a second, without waiting for earlier calls. Each job is stamped with the time at which it
         was due to be stored. Returns how many jobs were stored.
 
-        If calls are late, the process makes them as soon as it can. While it is at least `late_s_max` behind, it skips
-        the calls that become due.
+        If calls are late, the process makes them as soon as it can. While the process is more than `late_s_max` behind,
+        it skips the calls that become due.
         """
         pause_s = batch / rate
         began_s = time.monotonic()
@@ -122,8 +122,8 @@ class Client:
         return jobs
 
     async def work(self, *, batch: int, concurrency: int) -> None:
-        """Starts to consume. rest() ends this. With a `concurrency` of 0 this process consumes nothing, because other
-        processes do."""
+        """Starts a consumer, which runs until rest() is called. Starts none if `concurrency` is 0, because then only
+        other processes consume."""
         await self.rest()
         self._finished_at_s = time.monotonic()
         if not concurrency:
@@ -228,7 +228,7 @@ class Client:
             await asyncio.sleep(look_s)
 
     def _sound(self) -> None:
-        """Raises the consumer's error, if it has one."""
+        """Raises the consumer's error if the consumer has failed."""
         if self._wrong is not None:
             raise Wrong(self._wrong)
         if self._working is not None and self._working.done():

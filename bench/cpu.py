@@ -1,5 +1,5 @@
-"""CPU time of processes, and how often they waited, from Linux's /proc. The resolution of CPU time is the kernel's
-tick, mostly 10 ms."""
+"""Reads from Linux's /proc how much CPU time processes have used, and how often they have waited. The resolution of CPU
+time is the kernel's tick, mostly 10 ms."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Spent:
 def spent(
     *, producers: Sequence[int], workers: Sequence[int], routers: Sequence[int], postgres: Sequence[int | None]
 ) -> Spent:
-    # Peers run in child processes of a client process.
+    # Count child processes too, because peers run in child processes of a client process.
     producer_s, worker_s, postgres_s = cpu.of_trees(producers, workers, filter(None, postgres))
     return Spent(
         producer_s=producer_s,

@@ -52,7 +52,7 @@ def read(file: Path) -> list[Pickup]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
-    """Percentiles in ms. The wait of a job that was never taken is infinity."""
+    """Percentiles in ms. The wait of a job that was never taken counts as infinite."""
 
     jobs: int
     p50: float

@@ -36,7 +36,7 @@ _STRIDE = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One run: p50 and p99 in ms for each kind of call, of the cluster that holds jobs and of the empty one."""
+    """One run: for each kind of call, p50 and p99 in ms on the cluster that holds jobs and on the empty cluster."""
 
     # The jobs that the first cluster holds.
     depth: str | int

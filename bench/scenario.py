@@ -61,8 +61,8 @@ class Bench:
                 await stage.drop(system)
 
     async def rounds(self, systems: Iterable[str], runs: int, turn: Callable[[str, int], Awaitable[None]]) -> None:
-        """Lets every system take its turn in each of `runs` rounds, counted from 1. Every second round has the reverse
-        order."""
+        """Calls `turn` for every system in each of `runs` rounds, with the number of the round. The first round has the
+        number 1. Every second round has the reverse order."""
         order = list(systems)
         for run in range(1, runs + 1):
             for system in order if run % 2 else order[::-1]:

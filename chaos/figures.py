@@ -203,8 +203,8 @@ def holdings(evidence: Evidence) -> list[tuple[float, Mapping[str, int], int]]:
 
 
 def unavailable_s(told: Told) -> Mapping[str, float]:
-    """Returns for each shard the longest time in which it acknowledged no enqueue although it had slots. Only the time
-    from the first fault until the last one is healed counts."""
+    """Returns for each shard the longest time in which the shard acknowledged no enqueue although it had slots. Only
+    the time from the first fault until the last fault is healed counts."""
     events = sorted([*_had(told.evidence), *_acknowledged(told.evidence)], key=lambda event: event[0])
     # For each shard that has slots, the time since which the shard has acknowledged no enqueue.
     since_s: dict[str, float] = {}

@@ -61,9 +61,9 @@ class OperatorCalls(Generic[_Stub]):
 
 
 async def is_created(creating: Awaitable[object]) -> bool:
-    """Returns whether a router says that the object to create exists. Pauses after a failure. Raises AioRpcError if the
-    request is not valid. Such a request would never succeed, however often it is repeated, and the run would have less
-    load than its report says."""
+    """Returns True if a router has created the object, or says that the object exists already. Pauses after a failure.
+    Raises AioRpcError if the request is not valid. Such a request would never succeed, however often it is repeated,
+    and the run would have less load than its report says."""
     try:
         await creating
     except grpc.aio.AioRpcError as error:

@@ -44,7 +44,8 @@ class SteadySchedules:
         return [self._seen(number) for number in range(self._count)]
 
     async def create(self) -> None:
-        """Creates the first schedule of each org by a call, and the org's other schedules as copies of its row."""
+        """Creates the first schedule of each org by a call, and the org's other schedules as copies of the first
+        schedule's row."""
         for number in range(min(self._count, len(self._orgs))):
             while not await self._create(number):
                 pass

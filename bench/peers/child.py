@@ -1,5 +1,5 @@
-"""A benchmark measures a peer by this module in the same way as any other system, although the peer runs in a process
-of its own. Owns that process and the communication with it.
+"""Adapts a peer that runs in a process of its own, so that a benchmark can measure the peer like any other system. Owns
+that process and the communication with it.
 
 Nothing in this module depends on a particular peer: the files in bench/systems say which program to start. Every peer's
 program speaks bench.peers.wire, ends when its standard input ends, and uses no other module of ours.

@@ -172,7 +172,7 @@ async def _drop(probe: Probe, cold: tuple[Day, Pass, int]) -> Turn:
 
 
 def _settle(probe: Probe) -> None:
-    """Vacuums, so that nothing of earlier work is left to clean up."""
+    """Vacuums, so that the measurement does not include the cleanup of earlier work."""
     with psycopg.connect(probe.dsn, autocommit=True) as connection:
         connection.execute("VACUUM ANALYZE windrow.job")
         connection.execute("VACUUM windrow.tally")

@@ -28,7 +28,7 @@ from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 _PATIENCE_S = 60.0
 _SMALL_ORGS = 50
-# If there is a backlog, all places are taken, and each millisecond one place becomes free.
+# If there is a backlog, all places are taken, and about one place becomes free in each millisecond.
 _HANDLER_S = 0.1
 _PLACES = 100
 _PRODUCERS = 20

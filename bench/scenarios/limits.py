@@ -63,7 +63,7 @@ class Admitted:
 class Cost:
     batch: int
     run: int
-    # Jobs a second.
+    # Jobs a second: without limits, and under limits that are never reached.
     without: float
     under_limits: float
 

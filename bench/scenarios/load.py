@@ -69,7 +69,7 @@ class Plan:
     # The disturbances in `beside` with which peers are measured too.
     peers_beside: tuple[Beside, ...] = (Beside.SNAPSHOT,)
     jobs_per_s: int = 2000
-    # The jobs that one call stores, and the jobs that a worker may fetch at once.
+    # How many jobs one call stores, and how many jobs a worker may fetch at once.
     batch: int = 10
     fetch: int = 100
     workers: int = 8
@@ -100,7 +100,7 @@ class Sample:
     # The waits in the last quarter of the disturbance.
     last: Waits | None
     left: int
-    # The p99 of each second.
+    # For each second, the p99 of the waits of the jobs that were due in this second.
     p99: list[tuple[float, float]]
     archived: Archived | None
 

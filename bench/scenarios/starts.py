@@ -34,8 +34,7 @@ _PAYLOAD = bytes(200)
 _RATES = ((1000, 10), (100, 1), (10, 60))
 _IN_FLIGHT = 50
 _RUN_S = 0.05
-# After the first jobs of a limit have started, its bucket is really empty only after this time, because the bucket has
-# filled a little meanwhile.
+# The bucket of a limit fills a little while its first jobs start. After this time the bucket is really empty.
 _REST_S = 2.0
 # The pause between two counts of leases.
 _LOOK_S = 0.1

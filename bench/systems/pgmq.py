@@ -28,7 +28,7 @@ _LOCK = b"SELECT pg_advisory_lock(hashtext('pgmq'))"
 _UNLOCK = b"SELECT pg_advisory_unlock(hashtext('pgmq'))"
 
 _VISIBLE_AGAIN_S = 30
-# The server looks for jobs at the first interval. After the second time it answers that there are none.
+# The server looks for jobs every _POLL_MS. If it finds no jobs, it answers after _POLL_S_MAX.
 _POLL_MS = 5
 _POLL_S_MAX = 1
 

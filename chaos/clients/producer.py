@@ -24,7 +24,7 @@ _EVERY_S = 0.15
 _CALLS_MAX = 200
 _TRIES_MAX = 20
 _TIMEOUT_S, _TRY_S = 6.0, 2.0
-# Most delayed jobs have a short delay. Some wait so long that their slot moves meanwhile.
+# Most delayed jobs have a short delay. Some jobs wait so long that their slot may move meanwhile.
 _DELAY_S_MAX, _LONG_DELAY_S_MAX = 4.0, 20.0
 _KEYS = 40
 _KEY_WINDOW_S = 86_400.0

@@ -24,11 +24,11 @@ from shard.vocabulary import OrgId
 
 _BACKUP, _REPLACED = "windrow_backup", "windrow_replaced"
 _AGE_S = (2.0, 8.0)
-# The fault uses this many of the busiest orgs, so that jobs are lost.
+# The fault chooses three orgs among this many of the busiest orgs, so that jobs are lost.
 _ORGS = 4
 # In this share of the runs, the workers are stopped while the copy is made. They are stopped this long before the copy.
 _BACKLOG_SHARE, _BACKLOG_S = 0.5, 3.0
-# Routers learn every 3 s which marks the catalog has confirmed.
+# The pause before the replacement. Routers learn every 3 s which marks the catalog has confirmed.
 _LEARN_S = (5.0, 10.0)
 # In this share of the runs, a move is under way when the database is replaced.
 _UNDER_WAY_SHARE = 0.6
@@ -45,9 +45,9 @@ _KILLED_S = (0.5, 2.5)
 
 
 class RestoreBackup(Fault):
-    """Replaces a shard's database by an old copy. Since the copy was made, jobs were stored, leased and settled on the
-    shard, one org left it, and another org arrived. A third org may be moving. Routers refuse the shard until an
-    operator accepts the loss. Then the stray jobs are moved to the shards of their orgs."""
+    """Replaces a shard's database by an old copy. After the copy is made, jobs are stored, leased and settled on the
+    shard, one org leaves the shard, and another org arrives. A third org may be moving. Routers refuse the shard until
+    an operator accepts the loss. Then the stray jobs are moved to the shards of their orgs."""
 
     name = "restore-backup"
     # How long routers refuse the shard before an operator begins to accept the loss.

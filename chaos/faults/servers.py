@@ -165,8 +165,8 @@ class FailOver(_ShardFault):
 
     async def inject(self) -> None:
         shard = self.stage.shards[self.target]
-        # Make sure that the standby has everything that was acknowledged. Failover tools promote a standby only if it
-        # has.
+        # Make sure that the standby has everything that was acknowledged. Failover tools promote only a standby that
+        # has everything.
         await until(
             lambda: shard.is_synchronous, f"{self.target} has a synchronous standby", within_s=_SYNCHRONOUS_S_MAX
         )

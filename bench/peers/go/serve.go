@@ -1,7 +1,7 @@
 package main
 
-// The loop of a peer written in Go: frames in, frames out, until standard input ends. ../wire.py describes
-// the frames, and ../python/serve.py says what a peer must do.
+// The loop of a peer written in Go. It reads and writes frames until standard input ends. ../wire.py describes the
+// frames, and ../python/serve.py says what a peer must do.
 
 import (
 	"bufio"

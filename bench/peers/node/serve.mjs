@@ -1,5 +1,5 @@
-// The loop of a peer written for node: frames in, frames out, until standard input ends. ../wire.py describes
-// the frames, and ../python/serve.py says what a peer must do.
+// The loop of a peer written for node. It reads and writes frames until standard input ends. ../wire.py describes the
+// frames, and ../python/serve.py says what a peer must do.
 
 import { createRequire } from "node:module";
 import { Socket } from "node:net";

@@ -1,4 +1,4 @@
-"""The loop of a peer written in Python: frames in, frames out, until standard input ends."""
+"""The loop of a peer written in Python. Reads and writes frames until standard input ends."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Seen:
 
     @classmethod
     def of(cls, history: History, *, since_s: float) -> Self:
-        """Returns only the records of what was due after `since_s`."""
+        """Returns only the records of calls and jobs that were due after `since_s`."""
         calls = [call for call in history.calls if call.due_s >= since_s]
         return cls(
             calls=calls,
@@ -71,7 +71,7 @@ class Look:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseFigures:
     phase: Phase
-    # Jobs a second, by the time at which they were due.
+    # How many jobs a second were stored. Only jobs that were due in this phase count.
     stored_per_s: float
     # How long jobs waited for a worker. `pickup` counts from the time at which a job was due to be stored, and
     # `dequeue` from the answer to its enqueue.

@@ -86,7 +86,7 @@ class Producer:
                 jobs = [new_job(org) for _ in range(count)]
                 await enqueue(self._client.for_org(org), self._recorder, jobs, due_s=due_s)
             except windrow.WindrowError:
-                # The history has recorded the error.
+                # Do nothing: the history has recorded the error.
                 pass
 
 

@@ -55,8 +55,8 @@ def overheard(recorder: Recorder) -> Generator[None, None, None]:
 
 
 class _Listener(logging.Handler):
-    """Records the worker's warnings, except for those of `Connectivity`: they are about calls that the worker
-    repeats."""
+    """Records the worker's warnings. Leaves out the warnings of `Connectivity`, because these are about calls that the
+    worker repeats."""
 
     def __init__(self, note: Callable[[], None]) -> None:
         super().__init__(logging.WARNING)

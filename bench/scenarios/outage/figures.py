@@ -131,7 +131,7 @@ def outcome(strike: Strike, calls: Iterable[Call], homes: Mapping[str, str]) -> 
 
 
 def _served_s(strike: Strike, mine: Iterable[Call], orgs: Iterable[str]) -> float:
-    """Returns infinity if an org had no successful call after its last failed call."""
+    """Computes `Outcome.served_s`. Returns infinity if an org had no successful call after its last failed call."""
     served = dict.fromkeys(orgs, math.inf)
     for call in sorted(mine, key=_ended_s):
         if call.outcome is not Answered.OK:

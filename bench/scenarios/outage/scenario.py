@@ -1,5 +1,5 @@
-"""Measures how an outage of one shard affects its own orgs and all other orgs. While calls come in at a steady pace, a
-shard's Postgres is killed and started again, or it is killed and its standby takes over.
+"""Measures how an outage of one shard affects the orgs on this shard and all other orgs. While calls come in at a
+steady pace, a shard's Postgres is killed and started again, or it is killed and its standby takes over.
 
 The clients call the generated stubs and retry nothing, because the scenario judges each answer of a router. At the end,
 every job whose enqueue was answered OK must be in the tables.

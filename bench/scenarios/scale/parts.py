@@ -230,7 +230,7 @@ class _Sink:
 
 
 def _now_us() -> int:
-    # The same clock in all processes of a machine.
+    # All processes of a machine have the same monotonic clock.
     return time.monotonic_ns() // 1000
 
 

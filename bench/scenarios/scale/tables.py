@@ -27,8 +27,8 @@ class Read:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change of one slot: how many copies of the catalog saw it, after how many ms, and what was spent in the two
-    seconds after the change."""
+    """A change of one slot: how many copies of the catalog saw the change, after how many ms they saw it, and what was
+    spent in the two seconds after the change."""
 
     seen: int
     late_ms: Sequence[float]
