@@ -32,7 +32,7 @@ class Counts:
     # The number of acts of each statement, by the statement's name. Empty for a peer, or if the server does not count
     # statements.
     acts: Mapping[str, Runs] = field(default_factory=dict[str, Runs])
-    # The messages of the streams of all workers.
+    # How many messages the streams of all workers have received and sent.
     messages: Messages = field(default_factory=Messages)
     # How often the threads of each kind of process have waited for something.
     waits: Mapping[str, int] = field(default_factory=dict[str, int])

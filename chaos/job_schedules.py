@@ -213,7 +213,8 @@ class _Operator:
 
     async def _alter(self) -> None:
         self._latest += 1
-        # Half of the schedules keep their timing, so that no call makes their instants uncertain.
+        # Change the timing of only half of the schedules, so that no call makes the instants of the other half
+        # uncertain.
         if self._number % 4 < 2:
             self._every_s = self._luck.choice(_EVERY_S)
             self._is_cron = self._luck.random() < 0.5

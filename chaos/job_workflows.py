@@ -1,5 +1,4 @@
-"""The operators of a run. They start workflows, give signals to the workflows, and pause, resume, cancel and retry
-workflows that run.
+"""The operators of a run. They start workflows, give signals to them, and pause, resume, cancel and retry them.
 
 Each call is repeated until it is answered, and each try is recorded: the checker must know which tries were not
 answered, because routers may execute them later. Operators do not change the producers' workflows.

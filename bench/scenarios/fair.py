@@ -61,7 +61,7 @@ _FILL_LARGE = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     seconds: float = 60.0
-    # Jobs of the large org.
+    # How many jobs the large org has.
     backlog: int = 1_000_000
     orgs: int = 100_000
     jobs: int = 20_000

@@ -87,7 +87,6 @@ class Phase:
     name: str
     began_s: float
     ended_s: float
-    # How many jobs were stored.
     stored: int
 
 

@@ -41,7 +41,7 @@ Weights = Mapping[ShardName, float]
 class Plan:
     shards: tuple[int, ...] = (10, 30, 100, 300, 1000)
     orgs: int = 10_000_000
-    # The live jobs of the whole cluster, and how many jobs a second one shard can give away or receive.
+    # How many live jobs the whole cluster has, and how many jobs a second one shard can give away or receive.
     jobs: int = 100_000_000
     rate: float = 10_000.0
 
@@ -83,7 +83,7 @@ class Population:
     orgs: array[int]
     # The keys are those of _TAILS.
     jobs: Mapping[str, array[float]]
-    # For the orgs with the most jobs: their jobs, and their slots.
+    # The orgs with the most jobs: how many jobs each org has, and the org's slot.
     largest: Mapping[str, list[tuple[float, int]]]
 
 

@@ -74,7 +74,7 @@ class Late:
     p50_s: float
     p99_s: float
     last_s: float
-    # How many jobs a second the load enqueued meanwhile.
+    # How many jobs a second the load enqueued during this case.
     load_per_s: float
 
 

@@ -66,7 +66,7 @@ class Plan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     call: str
-    # The times of the calls in ms.
+    # How long each call took, in ms.
     took: list[float]
 
 

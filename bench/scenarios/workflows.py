@@ -42,7 +42,7 @@ _CASES: Mapping[str, int | None] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     jobs: int = 40_000
-    # The nodes of each workflow.
+    # How many nodes each workflow has.
     nodes: int = 5_000
     batch: int = 100
     runs: int = 5

@@ -31,7 +31,7 @@ class Signal(NamedTuple):
 
 
 def draw(org: str, luck: random.Random) -> tuple[windrow.Workflow, list[dict[str, object]]]:
-    """Returns a workflow, and how the history records it."""
+    """Returns a workflow, and the form in which the history records the workflow."""
     flow = windrow.Workflow("chaos")
     asked: list[dict[str, object]] = []
 

@@ -42,8 +42,8 @@ class Producer:
         self._client = windrow.Client(
             site.address, org=self._orgs[0], timeout=_TIMEOUT_S, try_timeout=_TRY_S, channels=3, create_spans=False
         )
-        # Acknowledged jobs, without and with a dedup key. The answer to an enqueue with a dedup key may name another
-        # job, which has the same key.
+        # `_recent`: acknowledged jobs without a dedup key. `_keyed`: acknowledged jobs with a dedup key. For these, the
+        # answer to the enqueue may name another job with the same key.
         self._recent: deque[tuple[str, windrow.NewJob]] = deque(maxlen=_REMEMBERED)
         self._keyed: deque[tuple[str, windrow.NewJob]] = deque(maxlen=_REMEMBERED)
 

@@ -29,7 +29,7 @@ class Fault(abc.ABC):
     # Whether the fault is run once more at the end, without other faults. The checker then knows which effects of the
     # fault clients may notice.
     alone: ClassVar[bool] = False
-    # The orgs that the fault affects; known after inject(). Empty: it affects all orgs equally.
+    # The orgs that the fault affects; known after inject(). Empty: the fault affects all orgs equally.
     orgs: Sequence[str] = ()
     # The database that the fault restored; known after an operator has accepted it. None: there is none.
     restored: Restored | None = None
@@ -51,7 +51,7 @@ class Fault(abc.ABC):
 
     @abc.abstractmethod
     async def inject(self) -> None:
-        """Begins the fault. Returns when it has begun, not when it is over."""
+        """Begins the fault. Returns when the fault has begun, not when the fault is over."""
 
     @abc.abstractmethod
     async def heal(self) -> None:
@@ -62,8 +62,8 @@ def shards(cast: Cast) -> list[str]:
     return [f"s{number}" for number in range(1, cast.shards + 1)]
 
 
-# The target of faults on connections to the catalog. These connections have proxies of their own, apart from those of
-# the shard that has the catalog.
+# The target of faults on connections to the catalog. These connections have proxies of their own, which are not the
+# proxies of the shard that has the catalog.
 CATALOG = "catalog"
 
 

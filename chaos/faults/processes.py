@@ -94,7 +94,7 @@ class KillBalancer(_OfBalancers, _EndServer):
 
 
 class FreezeBalancer(_OfBalancers, FreezeServer):
-    """Freezes a balancer, sometimes for so long that another balancer leads when it continues."""
+    """Freezes a balancer, sometimes for so long that another balancer leads when the frozen balancer continues."""
 
     name = "freeze-balancer"
     weight = 1.5

@@ -104,7 +104,7 @@ class _AgainAndAgain(_ShardFault):
     async def heal(self) -> None:
         self.over = True
         if self._doing is not None:
-            # Wait, because a thread cannot be cancelled: it would continue while the fault is healed.
+            # Wait for the thread: it cannot be cancelled, and would continue while the fault is healed.
             await self._doing
 
     async def _go_on(self) -> None:

@@ -134,7 +134,7 @@ func (p *riverPeer) work(ctx context.Context, _, _ int, report *report) error {
 	}
 	<-ctx.Done()
 	err = client.Stop(context.WithoutCancel(ctx))
-	// Stop closes the channel after the last event.
+	// client.Stop() closes the channel after the last event.
 	<-told
 	return err
 }

@@ -31,14 +31,14 @@ class Report {
   #finished = 0;
   #planned = null;
 
-  /** A handler has this job now. */
+  /** Reports that a handler has this job now. */
   taken(payload) {
     this.#times.push(process.hrtime.bigint());
     this.#payloads.push(payload);
     this.#plan();
   }
 
-  /** This number of further jobs have finished in the database. */
+  /** Reports that this number of further jobs has finished in the database. */
   finished(jobs) {
     this.#finished += jobs;
     this.#plan();

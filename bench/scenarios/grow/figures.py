@@ -15,7 +15,7 @@ from bench.pickups import Pickup, Waits
 from bench.times import Times, due_between, times
 from proof.history import Call, History, Outcome, Verb
 
-# The jobs of one call.
+# How many jobs one call has.
 BATCH = 10
 # How many orgs are watched, and their share of all jobs. A watched org gets calls all the time, with one job per call.
 _WATCHED = 16
@@ -80,7 +80,7 @@ class PhaseFigures:
     enqueue: Times | None
     # The number of failed calls, plus the failures that the workers logged.
     failed: int
-    # Failed tries that the client repeated, by their gRPC code.
+    # How many failed tries the client repeated, by their gRPC code.
     retries: Mapping[str, int]
     # The longest time for which a watched org had no successful enqueue: for the orgs whose slots move, and for the
     # other orgs.

@@ -106,7 +106,7 @@ class Course:
     looks: list[Look] = field(default_factory=list[Look])
     # For each phase: the CPU use of each kind of process, in cores.
     cores: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
-    # The shard of each slot: with two shards, with three, and after one was drained.
+    # The shard of each slot: before the growth, after the growth, and after the drain.
     owners: list[list[str]] = field(default_factory=list[list[str]])
 
     def phase(self, name: str) -> Phase:

@@ -41,7 +41,8 @@ class Spent:
     # CPU seconds of the whole server, and of all processes of the crew together.
     postgres_s: float
     parts_s: float
-    # The statements in one database, without the benchmark's own. NaN: this server does not count statements.
+    # How many statements ran in one database, without the benchmark's own statements. NaN: this server does not count
+    # statements.
     statements: float
 
     def __sub__(self, before: Spent) -> Spent:

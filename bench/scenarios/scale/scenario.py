@@ -58,13 +58,13 @@ class Plan:
     # shard.
     shards: int = 1000
     routers: int = 200
-    # The connections of each router process for the queue of the one shard. The default of 4 would need 600 more
+    # How many connections each router process has for the queue of the one shard. The default of 4 would need 600 more
     # backends.
     connections: int = 1
     # How many processes the parts are divided among.
     processes: int = 4
     changes: int = 12
-    # The rings a second of all router processes together, and how many router processes listen.
+    # How many times a second all router processes together ring, and how many router processes listen.
     rings: tuple[int, ...] = (10, 50, 100)
     listeners: tuple[int, ...] = (2, 50, 200)
     # Jobs a second. All router processes but one have a consumer of the queue.

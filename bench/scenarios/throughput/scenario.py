@@ -2,9 +2,9 @@
 and the number of callers. Also measures the CPU time that each kind of process spends on a job, and how much the
 database writes for a job.
 
-Windrow is compared with its upper limit and with peers. Other options compare it, for calls of one job, with an echo of
-the same messages; with routers that trace 1 % of their calls, serve metrics, or do both; or with routers that speak
-TLS.
+Windrow is compared with its upper limit and with peers. With `--beside echo`, calls of one job are compared with an
+echo of the same messages. Other options compare Windrow with itself: through routers that trace 1 % of their calls,
+serve metrics, or do both; through routers that speak TLS; or with jobs that have groups.
 """
 
 from __future__ import annotations
