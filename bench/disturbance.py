@@ -51,8 +51,8 @@ async def held_snapshot(dsns: Sequence[str]) -> AsyncGenerator[None, None]:
 
 @contextlib.asynccontextmanager
 async def readers(dsns: Sequence[str]) -> AsyncGenerator[None, None]:
-    """Runs four readers in each database. Each reads all rows of the hot tables once a second, and takes a new snapshot
-    every 20 s."""
+    """Runs four readers in each database. Each reader reads all rows of the hot tables once a second, and takes a new
+    snapshot every 20 s."""
     async with background(*(_read(dsn, begin_s=at * _READ_S / _READERS) for dsn in dsns for at in range(_READERS))):
         yield
 
@@ -95,7 +95,7 @@ class Archived:
     """What the passes of an archiver have done. The function `archiver` runs the passes."""
 
     passes: list[Pass] = field(default_factory=list[Pass])
-    # The time from the start of the first pass to the end of the last one.
+    # The time from the start of the first pass to the end of the last pass.
     seconds: float = 0.0
 
     @property

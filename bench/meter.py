@@ -83,7 +83,7 @@ class Written:
 
 
 def written(dsns: Mapping[str, Sequence[str]]) -> Written:
-    """Returns what has been counted so far in these databases of each server."""
+    """Returns how much these databases have written so far. `dsns`: the DSNs of the databases of each server."""
     wal_bytes = commits = dead = hot = 0
     for databases in dsns.values():
         for at, dsn in enumerate(databases):

@@ -187,5 +187,5 @@ def _every(seconds: float) -> Locator:
 
 
 def _most(points: Sequence[tuple[float, float]]) -> float:
-    """The largest value; NaN if there is none."""
+    """Returns the largest value. Returns NaN if there are no values."""
     return max((value for _, value in points if not math.isnan(value)), default=math.nan)

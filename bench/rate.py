@@ -34,7 +34,8 @@ class Figure(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The load of a system. `callers` enqueue and `consumers` work; both are totals of all client processes."""
+    """The load of a system. `callers`: how many callers enqueue in all client processes together. `consumers`: how many
+    consumers work in all client processes together."""
 
     batch: int
     callers: int
@@ -135,7 +136,7 @@ class Turn:
             settled = (await self.workers.one(0, "settle", total=jobs)).found
             # If jobs finished in the database later than their consumers assumed, the later time counts.
             last_s = max(last_s, settled or 0.0)
-        # The acks of the last jobs are sent by now.
+        # Look only now, because by now the acks of the last jobs have been sent.
         counts = (await self.counter.look()).since(looked)
         if figure is not Figure.ENQUEUE:
             await self.workers.all("rest")
@@ -203,7 +204,7 @@ def _shares(total: int, clients: Clients) -> list[int]:
 
 
 def _dealt(jobs: int, callers: list[int]) -> list[int]:
-    """Returns how many of the jobs each client process does, by the number of its callers."""
+    """Divides the jobs among the client processes, in proportion to the number of callers of each process."""
     bounds = [jobs * sum(callers[:at]) // sum(callers) for at in range(len(callers) + 1)]
     return [past - first for first, past in itertools.pairwise(bounds)]
 

@@ -14,7 +14,7 @@ from proof.table import Table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """Lines over a common x axis. `name`: the name of its file, without the suffix."""
+    """Lines over a common x axis. `name`: the name of the picture's file, without the suffix."""
 
     name: str
     title: str
@@ -57,7 +57,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
-    """A whole dashboard, which is one picture. `name`: the name of its file, without the suffix."""
+    """A whole dashboard, which is one picture. `name`: the name of the picture's file, without the suffix."""
 
     name: str
     title: str

@@ -24,7 +24,7 @@ class ClientFailed(Exception):
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One client. After a kill, it is started again as a new process."""
+    """One client. After a kill, the client is started again as a new process."""
 
     sort: str
     site: Site

@@ -24,8 +24,8 @@ class Second:
     acked: int = 0
     # How many calls were refused, or had no answer.
     failed: int = 0
-    # The pickup times of the jobs that arrived in this second for the first time. Only jobs that were due at once
-    # count.
+    # The pickup times of the jobs that arrived at a worker in this second for the first time. Only jobs that were due
+    # at once count.
     pickups_s: Sequence[float] = ()
 
 

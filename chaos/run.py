@@ -260,8 +260,8 @@ def planned(order: Order) -> list[Planned]:
 
 
 def kinds(order: Order) -> list[Kind]:
-    """Returns the kinds of faults that may be chosen. These kinds are the same on every machine, so that a seed always
-    gives the same schedule."""
+    """Returns the kinds of faults and changes that may be chosen. These kinds are the same on every machine, so that a
+    seed always gives the same schedule."""
     chosen = [FAULTS[name] for name in order.faults if FAULTS[name].drawn]
     return [
         Kind(name=kind.name, targets=kind.targets(order.cast), weight=kind.weight, seconds=kind.seconds)

@@ -18,7 +18,7 @@ from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 _WAIT = Duration(seconds=20)
 _ACKS_MAX = 1000
 _CREDIT_MAX = 10_000
-# The most unanswered messages with acks on one stream: one is being answered while the other is on its way.
+# The most unanswered messages with acks on one stream. The router answers one message while the other is on its way.
 _UNANSWERED_MAX = 2
 
 
@@ -119,7 +119,7 @@ async def consume(
     taken: Taken,
     finished: Finished,
 ) -> None:
-    """Consumes from one stream with a credit of `credit` jobs until it is cancelled.
+    """Consumes from one stream with a credit of `credit` jobs until this call is cancelled.
 
     Acks wait until earlier acks are answered, and are then sent in one message. Therefore an ack is sent at once under
     light load, and many acks are sent together under heavy load. Windrow's own Worker does the same."""

@@ -62,8 +62,9 @@ class RestoreBackup(Fault):
 
     @classmethod
     def targets(cls, cast: Cast) -> Sequence[str]:
-        # The first shard cannot be used, because its database also has the catalog. The marks in the catalog would go
-        # back in time too, so nobody would notice the loss. The last shard of three or more may have a small disk.
+        # Do not choose the first shard, because its database also has the catalog. The marks in the catalog would go
+        # back in time too, so nobody would notice the loss. Do not choose the last shard of three or more, because it
+        # may have a small disk.
         return shards(cast)[1:2]
 
     @property

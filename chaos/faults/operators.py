@@ -160,8 +160,8 @@ class BreakClusterFile(Fault):
             case 0:
                 return file.text.replace("[[shard]]", "[[shrad]]", 1)
             case 1:
-                # The file ends within a quoted text, as if the disk was full. If the file were cut off at another
-                # place, before [router], it could be valid.
+                # Cut the file off within a quoted text, as if the disk was full. A file that is cut off at another
+                # place, before [router], could be valid.
                 return file.text[: file.text.rindex("dsn = ") + 12]
             case 2:
                 return file.text.replace("state = 'active'", "state = 'activ'").replace("'draining'", "'drained'")

@@ -38,7 +38,7 @@ SELECT a.application_name, array_agg(a.pid) FROM pg_stat_activity a WHERE a.datn
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
     seconds: float
-    # CPU seconds of the whole server, and of all processes of the crew together.
+    # CPU seconds: of the whole Postgres server, and of all processes of the crew together.
     postgres_s: float
     parts_s: float
     # How many statements ran in one database, without the benchmark's own statements. NaN: this server does not count

@@ -45,7 +45,7 @@ class Sample:
 
 
 def table(samples: Sequence[Sample], *, over: str, title: str) -> Table:
-    """Returns a table with the medians of each case's runs. The ratio compares the rate of `over` with that of each
+    """Returns a table with the medians of each case's runs. The ratio compares the rate of `over` with the rate of each
     other system, round by round."""
     grouped: dict[tuple[Case, Figure], dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
