@@ -41,8 +41,7 @@ _RESET_CONNECTIONS, _RESETS = 2, 60_000
 _FLOOD_CONNECTIONS = 64
 _OLD_IDS_OF_CALL = 100
 _MALFORMED_CONNECTIONS = 16
-# A job id contains the time when it was made. These ids contain a time in 1970, and every shard refuses them as too
-# old.
+# A job id contains the time when it was made. These ids contain a time in 1970, and Windrow refuses them as too old.
 _OLD_ID = "00000000-0000-7000-8000-{:012x}"
 
 

@@ -71,8 +71,8 @@ def _ended(stat: list[str]) -> float:
 
 
 def _stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat from the third field on (see proc(5)). The first two are left out, because
-    the second field may contain blanks. Returns an empty list if the process has ended."""
+    """Returns the fields of /proc/PID/stat from the third field on (see proc(5)). The first two fields are left out,
+    because the second field may contain blanks. Returns an empty list if the process has ended."""
     # Do not use `Path`: this function runs hundreds of times per measurement, and making a `Path` takes longer than the
     # read.
     try:

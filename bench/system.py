@@ -61,8 +61,8 @@ class System(Protocol):
         ...
 
     async def enqueue(self, payloads: Sequence[bytes]) -> None:
-        """Stores these jobs with one call: the system's bulk call if there are several jobs. Their transaction
-        has committed when this returns. Several tasks call this at the same time."""
+        """Stores these jobs with one call: the system's bulk call if there are several jobs. Returns after their
+        transaction has committed. Several tasks call this method at the same time."""
         ...
 
     async def work(self, *, batch: int, concurrency: int, taken: Taken, finished: Finished) -> None:

@@ -46,8 +46,8 @@ _CONNECTION_AGE_S = 10
 # Routers notice a changed file within 2 s. The issuer signs with a key only after the key has been published for
 # _PUBLISHED_S. The key stays published for _KEPT_S after the last signature.
 _PUBLISHED_S, _KEPT_S = 3.0, 2.0
-# Routers look at a file every 0.5 s. They read a changed file only when it was the same at two looks. Therefore this is
-# the shortest time between two replacements of a file.
+# Routers look at a file every 0.5 s. After a change, they read the file only when two looks in a row have found the
+# same state. Therefore this is the shortest time between two replacements of a file.
 _FILE_PAUSE_S = 1.3
 _LANES = 25
 _WARM_S = 3.0

@@ -36,7 +36,7 @@ type peer interface {
 	open(ctx context.Context, dsn string, connections int) error
 	// Makes an empty queue. Another process may have made it already.
 	prepare(ctx context.Context, run string) error
-	// Stores jobs by one call of the system. Their transaction has committed when this returns.
+	// Stores jobs by one call of the system. Returns after their transaction has committed.
 	enqueue(ctx context.Context, payloads []string) error
 	// Runs the system's own consumer until ctx ends. Then the consumer finishes the jobs that it has begun.
 	work(ctx context.Context, batch, concurrency int, report *report) error

@@ -67,7 +67,7 @@ class Peer(Protocol):
         ...
 
     async def enqueue(self, payloads: list[str]) -> None:
-        """Stores jobs by one call of the system. Their transaction has committed when this returns."""
+        """Stores jobs by one call of the system. Returns after their transaction has committed."""
         ...
 
     async def work(self, batch: int, concurrency: int, report: Report) -> None:

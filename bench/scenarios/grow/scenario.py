@@ -364,7 +364,7 @@ def moved(course: Course, name: str, before: Sequence[str], after: Sequence[str]
 
 
 def demands(found: Sequence[PhaseFigures], moves: Sequence[Moved], verdict: Verdict) -> list[Demand]:
-    """Returns the conditions that must hold, each with whether it holds."""
+    """Returns the conditions that must hold, and says for each condition whether it holds."""
     by_name = {one.phase.name: one for one in found}
     before = by_name["before"]
     grown = moves[0]

@@ -41,7 +41,7 @@ class Strike:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     strike: Strike
-    # The times of calls of orgs on other shards: before the kill, while the shard was down, and after its restart or
+    # The times of calls of orgs on other shards: before the kill, while the shard was down, and after the restart or
     # the promotion was ordered.
     before: Times | None
     away: Times | None
@@ -142,7 +142,7 @@ def _served_s(strike: Strike, mine: Iterable[Call], orgs: Iterable[str]) -> floa
 
 
 def _ended_s(call: Call) -> float:
-    """Returns the time at which the call ended, or infinity if it was never answered."""
+    """Returns the time at which the call ended, or infinity if the call was never answered."""
     return math.inf if call.ended_s is None else call.ended_s
 
 

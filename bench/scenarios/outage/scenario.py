@@ -107,7 +107,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
 
 
 def demands(outcomes: Sequence[Outcome], verdict: Verdict) -> list[Demand]:
-    """Returns the conditions that must hold, each with whether it holds."""
+    """Returns the conditions that must hold, and says for each condition whether it holds."""
     restarts = [one for one in outcomes if one.strike.sort is Sort.RESTART]
     fail_overs = [one for one in outcomes if one.strike.sort is Sort.FAIL_OVER]
     return [

@@ -75,7 +75,7 @@ class Member:
 
     @property
     def pss_mib(self) -> float:
-        """The memory of a backend that its router has never used."""
+        """The memory of a backend whose connection the router has never used."""
         return median(backends.pss_mib for backends in self.backends if backends.application == "windrow")
 
 

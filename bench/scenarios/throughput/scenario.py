@@ -145,8 +145,8 @@ class Plan:
 
 
 async def measure(plan: Plan, bench: Bench) -> Found:
-    """Measures in rounds. Every system takes its turn in each round, so that other load on the machine affects all of
-    them."""
+    """Measures in rounds. Every system takes its turn in each round, so that other load on the machine affects all
+    systems."""
     samples: list[Sample] = []
     for shards, routers in itertools.product(plan.shards, plan.routers):
         systems = await bench.ready(plan.systems)
