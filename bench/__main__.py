@@ -35,7 +35,6 @@ _RESULTS = Path(__file__).resolve().parent / "results"
 class Order:
     """The scenarios that the command line asks for, each with its plan."""
 
-    # The name of each scenario, and its plan.
     parts: list[tuple[str, Any]]
     out: Path
     cache: Path
@@ -98,7 +97,7 @@ def read_order(arguments: list[str]) -> Order:
     _add_places(parser, default=None)
     commands = parser.add_subparsers(dest="scenario", metavar="SCENARIO")
     for name, scenario in SCENARIOS.items():
-        # argparse fills in a % in a help text, but not in a description.
+        # In a help text, `argparse` treats a % as the start of a format. In a description it does not.
         command = commands.add_parser(
             name, help=scenario.help.replace("%", "%%"), description=f"Measures {scenario.help}."
         )

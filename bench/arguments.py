@@ -9,7 +9,7 @@ from proof.arguments import names, number, numbers
 
 
 def peers(text: str) -> tuple[str, ...]:
-    """`all`, `none`, or names with commas between them."""
+    """Parses `all`, `none`, or names with commas between them."""
     if text in {"all", "none"}:
         return tuple(PEERS) if text == "all" else ()
     return names(text, PEERS, "peer")

@@ -2,8 +2,8 @@
 Therefore, on Linux, this process takes only the CPU time that routers, Postgres and the quiet org leave.
 
 Reads its order from standard input, one line of JSON, and prints `ready`. Begins the attack at the next line, and then
-prints what it saw, as one line of JSON. Ends when its input ends, which also happens when the process that started it
-dies.
+prints what it saw, as one line of JSON. Ends when its input ends, also if the input ends because the parent process
+died.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _step_back() -> None:
 
 
 if __name__ == "__main__":
-    # Ctrl-C in a terminal reaches every process of the group. Ignore the signal, because the process that started this
-    # one ends this one in order.
+    # Ctrl-C in a terminal reaches every process of the group. Ignore the signal, because the parent process ends this
+    # process in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     asyncio.run(_main())

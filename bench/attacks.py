@@ -35,13 +35,13 @@ _STREAMS_OF_CONNECTION = 500
 _STREAM_CONNECTIONS_MIN = 4
 _JOBS_FOR_STREAMS, _JOBS_OF_CALL = 600, 15
 _CREDIT = 100
-# Long enough that no lease ends during the attack.
+# The window is so long that no lease ends during the attack.
 _WINDOW_S = 600
 _RESET_CONNECTIONS, _RESETS = 2, 60_000
 _FLOOD_CONNECTIONS = 64
 _OLD_IDS_OF_CALL = 100
 _MALFORMED_CONNECTIONS = 16
-# A job id contains the time when it was made. This one was made in 1970, and no shard takes it.
+# A job id contains the time when it was made. These ids contain a time in 1970, and Windrow refuses them as too old.
 _OLD_ID = "00000000-0000-7000-8000-{:012x}"
 
 
@@ -76,7 +76,7 @@ def description(attack: Attack, *, streams: int) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class AttackOutcome:
-    """What the attacker saw, over all its connections."""
+    """What the attacker saw on all its connections."""
 
     # How many calls ended with each grpc-status.
     statuses: Counter[int] = field(default_factory=Counter[int])
@@ -120,8 +120,8 @@ class AttackOutcome:
 
 
 class Attacker:
-    """One attack on one cluster, by an org of its own. `streams`: the number of streams that the attack UNREAD_STREAMS
-    opens."""
+    """One attack on one cluster. The attacker uses an org of its own. `streams`: the number of streams that the attack
+    UNREAD_STREAMS opens."""
 
     def __init__(self, attack: Attack, address: str, *, streams: int) -> None:
         self.outcome = AttackOutcome()
@@ -205,7 +205,7 @@ class Attacker:
                 await self._garble(seconds)
 
     async def _insist(self, seconds: float, attack: Callable[[float], Awaitable[Sequence[Seen]]]) -> None:
-        """Repeats the attack until the time is over. Opens new connections when the router has ended all of them."""
+        """Repeats the attack until the time is over. When the router has ended all connections, opens new ones."""
         until_s = time.monotonic() + seconds
         while (left_s := until_s - time.monotonic()) > _AGAIN_S:
             with contextlib.suppress(OSError):
@@ -250,7 +250,7 @@ class Attacker:
                 try:
                     self.outcome.closed += await say(self._address, made.sent)
                 except OSError:
-                    # No router process listens at the moment. The report's table says whether one ended.
+                    # No router process listens at the moment. The report's table says whether a router process ended.
                     await asyncio.sleep(_AGAIN_S)
 
         await asyncio.gather(*(talk() for _ in range(_MALFORMED_CONNECTIONS)))

@@ -28,7 +28,7 @@ _CALL_S_MAX = 10.0
 _CHANNELS = 4
 # The most turns that are under way at the same time. Further turns wait, and the figures include this wait.
 _TURNS_MAX = 1000
-# The most jobs of one dequeue. With more than one job per dequeue, the backlog of an outage is soon taken.
+# The most jobs of one dequeue. Because a dequeue takes several jobs, the backlog of an outage is soon gone.
 _JOBS_MAX = 10
 
 _T = TypeVar("_T")
@@ -45,7 +45,7 @@ class Caller:
         self._turns = asyncio.Semaphore(_TURNS_MAX)
 
     async def run(self) -> None:
-        """Makes calls until it is told to end. Then waits for the turns that are under way."""
+        """Makes calls until this process is told to end. Then waits for the turns that are under way."""
         for channel in self._channels:
             await channel.channel_ready()
         began_s = time.monotonic()
@@ -99,7 +99,7 @@ class Caller:
             self._recorder.end(number, Outcome.OK, answered=answered)
 
     async def _answered(self, number: int, send: Callable[[], Awaitable[_T]]) -> _T | None:
-        """Returns the answer to a call; None if it failed."""
+        """Returns the answer to a call. Returns None if the call failed."""
         try:
             return await send()
         except grpc.aio.AioRpcError as error:

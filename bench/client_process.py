@@ -25,7 +25,7 @@ from bench.systems import load
 from bench.tally import Tally
 
 _LOOK_S, _LOOK_AFAR_S = 0.002, 0.02
-# If no process has finished a job for this long, jobs must be missing.
+# If no job has been taken or finished for this long, jobs must be missing.
 STUCK_S = 30.0
 _SETTLE_S_MAX = 30.0
 # How long workers may take to start before the first job is enqueued.
@@ -41,8 +41,8 @@ class Client:
         self._working: asyncio.Task[None] | None = None
         self._wrong: str | None = None
         self._finished_at_s = 0.0
-        # Pairs of numbers: the time at which a job was taken, and how long that was after its stamp. None: pickups are
-        # not recorded.
+        # Pairs of numbers: the time at which a job was taken, and the time between the job's stamp and that moment.
+        # None: pickups are not recorded.
         self._pickups: array[int] | None = None
 
     async def prepare(self, run: str, *, record: bool = False) -> None:
@@ -71,8 +71,8 @@ class Client:
         """Stores `rate` jobs a second, without waiting for earlier calls. Each job is stamped with the time at which it
         was due to be stored. Returns how many jobs were stored.
 
-        If calls are late, the process makes them as soon as it can. While it is at least `late_s_max` behind, it skips
-        the calls that become due.
+        If calls are late, the process makes them as soon as it can. While the process is more than `late_s_max` behind,
+        it skips the calls that become due.
         """
         pause_s = batch / rate
         began_s = time.monotonic()
@@ -122,8 +122,8 @@ class Client:
         return jobs
 
     async def work(self, *, batch: int, concurrency: int) -> None:
-        """Consumes from now on, until rest(). With a `concurrency` of 0 this process consumes nothing, and leaves the
-        jobs to other processes."""
+        """Starts a consumer, which runs until rest() is called. Starts none if `concurrency` is 0, because then only
+        other processes consume."""
         await self.rest()
         self._finished_at_s = time.monotonic()
         if not concurrency:
@@ -140,8 +140,8 @@ class Client:
                 raise error
 
     async def drain(self, *, total: int, batch: int, concurrency: int) -> float:
-        """Waits until all clients together have finished `total` jobs. Consumes during this time and afterwards.
-        Returns the time at which this client finished its last job."""
+        """Starts to consume, and waits until all clients together have finished `total` jobs. Then continues to
+        consume. Returns the time at which this client finished its last job."""
         await self.work(batch=batch, concurrency=concurrency)
         # Look rarely at first: each look wakes this process up, and the benchmark counts wake-ups.
         await self._until(lambda: self._tally.finished >= 0.9 * total, f"{total}", look_s=_LOOK_AFAR_S)
@@ -149,7 +149,7 @@ class Client:
         return self._finished_at_s
 
     async def live(self, *, jobs: int, total: int, batch: int, callers: int, concurrency: int) -> tuple[float, float]:
-        """Enqueues while workers finish the jobs. The workers were started before. Returns the times at which the first
+        """Starts to consume, and then enqueues while the clients finish the jobs. Returns the times at which the first
         job was enqueued, and at which the last job finished."""
         async with asyncio.TaskGroup() as group:
             draining = group.create_task(self.drain(total=total, batch=batch, concurrency=concurrency))
@@ -159,8 +159,8 @@ class Client:
         return began_s, draining.result()
 
     async def settle(self, *, total: int) -> float | None:
-        """Waits until the database has no unfinished jobs left. Returns the time at which none were left, or
-        None if there were none at the first look."""
+        """Waits until the database has no unfinished job. Returns the time at which the database had none, or None if
+        it had none at the first look."""
         first = True
         until_s = time.monotonic() + _SETTLE_S_MAX
         while left := await self._system.left():
@@ -195,7 +195,7 @@ class Client:
         self._pickups = array("q")
 
     async def messages(self) -> dict[str, int]:
-        """Returns the counts of messages of this process's Consume streams since the process began."""
+        """Returns how many messages this process's Consume streams have received and sent since the process began."""
         return asdict(MESSAGES)
 
     async def check(self, jobs: int) -> None:
@@ -228,7 +228,7 @@ class Client:
             await asyncio.sleep(look_s)
 
     def _sound(self) -> None:
-        """Raises the consumer's error, if it has one."""
+        """Raises the consumer's error if the consumer has failed."""
         if self._wrong is not None:
             raise Wrong(self._wrong)
         if self._working is not None and self._working.done():
@@ -270,8 +270,8 @@ async def main() -> None:
         while line := await following:
             following = asyncio.create_task(orders.readline())
             work = asyncio.create_task(_obey(json.loads(line), client))
-            # The parent sends an order only after the answer to the last order. Anything read earlier is therefore the
-            # end of the input.
+            # The parent sends an order only after the answer to the last order. Therefore, if the read ends before the
+            # order is done, the input has ended.
             await asyncio.wait({work, following}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 work.cancel()

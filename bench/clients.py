@@ -24,7 +24,7 @@ class Answered:
     found: Any
 
 
-# How long an order may take in addition to the seconds that are in the order itself.
+# An order may take as long as the order itself says, and this many seconds more.
 _ORDER_S_MAX = 300.0
 
 
@@ -39,12 +39,12 @@ class Clients:
         return [process.pid for process in self._processes]
 
     async def one(self, at: int, verb: str, **order: object) -> Answered:
-        """Orders one process alone. Raises Wrong."""
+        """Sends an order to one process. Raises Wrong."""
         return await _order(self._processes[at], {"verb": verb, **order})
 
     async def all(self, verb: str, order: Callable[[int], dict[str, object]] = lambda _: {}) -> list[Answered]:
-        """Orders all processes at the same time. `order` returns the arguments for the process at a position. Raises
-        Wrong."""
+        """Sends an order to all processes at the same time. `order` returns the order's arguments for the process with
+        a given index. Raises Wrong."""
         return await asyncio.gather(
             *(_order(process, {"verb": verb, **order(at)}) for at, process in enumerate(self._processes))
         )

@@ -1,4 +1,4 @@
-"""How many jobs of a run are together in one act or one message, and how often the processes of the run wake up."""
+"""Counts how many jobs share one act or one message, and how often processes wake up."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Counts:
     """The counts of one figure of one run."""
 
     seconds: float
-    # How many acts there were of each statement, by its name. Empty for a peer, or if the server does not count
+    # The number of acts of each statement, by the statement's name. Empty for a peer, or if the server does not count
     # statements.
     acts: Mapping[str, Runs] = field(default_factory=dict[str, Runs])
-    # The messages of the streams of all workers.
+    # How many messages the streams of all workers have received and sent.
     messages: Messages = field(default_factory=Messages)
     # How often the threads of each kind of process have waited for something.
     waits: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -40,11 +40,11 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counter:
-    """Counts what the processes of one system do between two looks."""
+    """Counts what the processes of one system do between two calls of look()."""
 
     stage: Stage
     system: str
-    # None: the workers enqueue too.
+    # None: the workers also enqueue.
     producers: Clients | None
     workers: Clients
     servers: Servers

@@ -1,5 +1,5 @@
-"""CPU time of processes, and how often they waited, from Linux's /proc. The resolution of CPU time is the kernel's
-tick, mostly 10 ms."""
+"""Reads from Linux's /proc how much CPU time processes have used, and how often they have waited. The resolution of CPU
+time is the kernel's tick, mostly 10 ms."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def of_processes(pids: Iterable[int]) -> float:
 
 
 def of_trees(*groups: Iterable[int]) -> list[float]:
-    """Returns for each group the CPU seconds of its processes, of their living children, and of their children that
-    have ended, such as those of a Postgres server. Reads every process of the machine, once for all groups."""
+    """Returns for each group the CPU seconds of its processes and of their children. Children that have ended count
+    too: a Postgres server has many of them. Reads every process of the machine, once for all groups."""
     stats = {pid: stat for pid in _pids() if (stat := _stat(pid))}
     children: defaultdict[int, float] = defaultdict(float)
     for stat in stats.values():
@@ -29,8 +29,8 @@ def of_trees(*groups: Iterable[int]) -> list[float]:
 
 
 def waits_of_trees(*groups: Collection[int]) -> list[dict[int, int]]:
-    """Returns for each group how often each thread of its processes, and of their children, gave up its core by itself,
-    because it had to wait. Each wait ends with one wake-up."""
+    """Returns for each group, and for each thread of the group's processes and of their children, how often the thread
+    gave up its core because it had to wait. Each wait ends with one wake-up."""
     found: list[dict[int, int]] = [{} for _ in groups]
     wanted = {root: at for at, roots in enumerate(groups) for root in roots}
     for pid in _pids():
@@ -49,7 +49,8 @@ def waits_of_trees(*groups: Collection[int]) -> list[dict[int, int]]:
 
 
 def of_machine() -> float:
-    """Returns the seconds for which cores were busy or taken away by the hypervisor, added up over all cores."""
+    """Returns the sum, over all cores, of the seconds for which a core was busy, or was not available because the
+    hypervisor used it for others."""
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(
         int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     )
@@ -70,9 +71,10 @@ def _ended(stat: list[str]) -> float:
 
 
 def _stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat from the third field on (see proc(5)). The first two are left out, because
-    the second field may contain blanks. Empty if the process has ended."""
-    # Not with Path: this function runs hundreds of times per measurement, and making a Path takes longer than the read.
+    """Returns the fields of /proc/PID/stat from the third field on (see proc(5)). The first two fields are left out,
+    because the second field may contain blanks. Returns an empty list if the process has ended."""
+    # Do not use `Path`: this function runs hundreds of times per measurement, and making a `Path` takes longer than the
+    # read.
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()

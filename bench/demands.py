@@ -21,7 +21,7 @@ class Demand:
 
 
 def at_most(what: str, found: float, bound: float, unit: str = "") -> Demand:
-    """A `found` of NaN means that nothing was measured, and then the demand does not hold."""
+    """A `found` of NaN means that nothing was measured. In that case the demand does not hold."""
     unit = f" {unit}" if unit else ""
     text = "never" if math.isinf(found) else "not measured" if math.isnan(found) else f"{found:,.2f}{unit}"
     return Demand(what=what, found=text, bound=f"≤ {bound:g}{unit}", holds=found <= bound)

@@ -1,5 +1,5 @@
-"""Disturbances of a queue at work: a transaction left open, readers, an archiver with much to do, or restarts of its
-routers. Each disturbance ends with its scope."""
+"""Disturbs a queue that is in use: by an open transaction, by readers, by an archiver with much to do, or by restarts
+of the routers. Each disturbance ends with its scope."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ async def held_snapshot(dsns: Sequence[str]) -> AsyncGenerator[None, None]:
 
 @contextlib.asynccontextmanager
 async def readers(dsns: Sequence[str]) -> AsyncGenerator[None, None]:
-    """Runs four readers in each database. Each reads all rows of the hot tables once a second, and takes a new snapshot
-    every 20 s."""
+    """Runs four readers in each database. Each reader reads all rows of the hot tables once a second, and takes a new
+    snapshot every 20 s."""
     async with background(*(_read(dsn, begin_s=at * _READ_S / _READERS) for dsn in dsns for at in range(_READERS))):
         yield
 
@@ -74,12 +74,12 @@ async def _read(dsn: str, *, begin_s: float) -> None:
 
 @contextlib.asynccontextmanager
 async def restarts(pids: Callable[[], Sequence[int]]) -> AsyncGenerator[None, None]:
-    """Restarts one router process after another, in an orderly way, again and again. Each new process has some seconds
-    to start before the next old process ends."""
+    """Again and again, ends one router process by SIGTERM, so that another process replaces it. Each new process has
+    some seconds to start before the next old process ends."""
 
     async def restart() -> None:
         while True:
-            # The process that has run longest comes first.
+            # The first process is the one that has run longest.
             victim = pids()[0]
             os.kill(victim, signal.SIGTERM)
             await asyncio.sleep(_START_S)
@@ -95,7 +95,7 @@ class Archived:
     """What the passes of an archiver have done. The function `archiver` runs the passes."""
 
     passes: list[Pass] = field(default_factory=list[Pass])
-    # The time from the start of the first pass to the end of the last one.
+    # The time from the start of the first pass to the end of the last pass.
     seconds: float = 0.0
 
     @property
@@ -113,8 +113,8 @@ class Archived:
 
 @contextlib.asynccontextmanager
 async def archiver(cluster: Cluster, found: Archived) -> AsyncGenerator[None, None]:
-    """Runs passes of an archiver one after another, until a pass finds nothing to do or the scope ends, and adds them
-    to `found`. The end of the scope waits for the pass that is running."""
+    """Runs passes of an archiver one after another, and adds each pass to `found`. Stops when a pass finds nothing to
+    do, or when the scope ends. The end of the scope waits for the pass that is running."""
     stop = asyncio.Event()
 
     async def passes() -> None:

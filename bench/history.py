@@ -36,8 +36,8 @@ FROM (SELECT (now() AT TIME ZONE 'UTC')::date - %s AS day) d
 
 
 def fill_day(dsn: str, *, org: str, queue: str, days_ago: int, retention: int, count: int) -> Day:
-    """Inserts `count` jobs of an existing queue that finished `days_ago` days ago, and adds them to the books. Returns
-    the `Day` that describes this day when it has turned cold."""
+    """Inserts `count` jobs into an existing queue, as jobs that finished `days_ago` days ago, and adds them to the
+    books. Returns the `Day` that describes this day when it has turned cold."""
     with psycopg.connect(dsn) as connection:
         ((queue_id,),) = connection.execute(
             "SELECT queue_id FROM windrow.queue WHERE org = %s AND queue = %s", [org, queue]
@@ -59,6 +59,6 @@ def fill_day(dsn: str, *, org: str, queue: str, days_ago: int, retention: int, c
             "INSERT INTO windrow.tally (org_id, accepted) SELECT (%s & 4294967295)::integer, %s", [queue_id, count]
         )
     with psycopg.connect(dsn, autocommit=True) as connection:
-        # Vacuum it, as autovacuum would have done during a day of several hours.
+        # Vacuum the partition, because autovacuum does so during a real day.
         connection.execute(sql.SQL("VACUUM (ANALYZE) {}").format(partitions.table(name)))
     return Day(f"cold_{retention}_{first.replace('-', '')}", retention, first, past, True, True, False)

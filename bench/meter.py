@@ -54,7 +54,7 @@ class Spent:
 def spent(
     *, producers: Sequence[int], workers: Sequence[int], routers: Sequence[int], postgres: Sequence[int | None]
 ) -> Spent:
-    # Peers run in child processes of a client process.
+    # Count child processes too, because peers run in child processes of a client process.
     producer_s, worker_s, postgres_s = cpu.of_trees(producers, workers, filter(None, postgres))
     return Spent(
         producer_s=producer_s,
@@ -68,8 +68,8 @@ def spent(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """How much databases wrote. The WAL is that of their whole servers; the other counts are of these databases
-    alone."""
+    """How much some databases wrote. `wal_bytes` counts the WAL of their whole servers, and the other fields count only
+    these databases."""
 
     wal_bytes: int = 0
     commits: int = 0
@@ -83,7 +83,7 @@ class Written:
 
 
 def written(dsns: Mapping[str, Sequence[str]]) -> Written:
-    """Returns what has been counted so far in these databases of each server."""
+    """Returns how much these databases have written so far. `dsns`: the DSNs of the databases of each server."""
     wal_bytes = commits = dead = hot = 0
     for databases in dsns.values():
         for at, dsn in enumerate(databases):

@@ -76,7 +76,7 @@ class Results:
 
 
 def _users(results: Results) -> Rows:
-    """The figures of each system that matter to its users, by the largest batch."""
+    """The figures of each system that matter to its users, with the largest batch."""
     batch = results.batches[0]
     return [
         ("jobs/s", *_FIGURES, "CPU µs for each job (whole life, all processes)"),
@@ -92,7 +92,7 @@ def _users(results: Results) -> Rows:
 
 
 def _layers(results: Results) -> Rows:
-    """The rates of all systems and of Windrow's inner layers, by every batch."""
+    """The rates of all systems and of Windrow's inner layers, for every batch."""
     columns = [(batch, figure) for batch in results.batches for figure in _FIGURES]
     return [
         ("jobs/s", *(f"{figure} by {batch}" for batch, figure in columns)),
@@ -104,7 +104,7 @@ def _layers(results: Results) -> Rows:
 
 
 def _cpu(results: Results) -> Rows:
-    """The CPU time that each kind of process spends on a job, by every batch."""
+    """The CPU time that each kind of process spends on a job, for every batch."""
     rows: Rows = [("CPU µs a job", "producers", "workers", "routers", "Postgres", "all", "jobs/s for each core")]
     for batch in results.batches:
         for system in results.systems((WINDROW, BATCHES, RAW, LIMIT)):

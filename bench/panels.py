@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _COLUMNS = 24
 _DPI, _COLORS = 110, 128
 _WIDTH_INCH, _UNIT_INCH, _HEAD_LINE_INCH = 15.0, 0.37, 0.24
-# The margins around the axes of a panel. The legend adds its height to the margin below them.
+# The margins around the axes of a panel. The height of the legend is added to the margin below the axes.
 _LEFT_INCH, _RIGHT_INCH, _TOP_INCH, _BOTTOM_INCH = 0.72, 0.28, 0.5, 0.34
 _LEGEND_LINE_INCH, _LETTER_INCH, _SWATCH_INCH = 0.2, 0.076, 0.45
 _LEGEND_LINES_MAX, _TICKS_MAX = 3, 7
@@ -43,8 +43,8 @@ def scale(unit: str, most: float) -> tuple[float, str]:
 
 
 def shown(lines: Mapping[str, Points], width_inch: float) -> tuple[Mapping[str, Points], int, int]:
-    """Returns the lines that the legend has room for, how many lines it leaves out, and how many columns it has. The
-    lines with the largest values come first."""
+    """Returns the lines that the legend has room for, how many lines the legend leaves out, and how many columns it
+    has. The lines with the largest values come first."""
     ordered = sorted(lines, key=lambda name: -_most(lines[name]))
     for count in range(len(ordered), 0, -1):
         more = len(ordered) - count
@@ -78,8 +78,8 @@ def figure(sheet: Sheet) -> Figure:
 
 
 def save(made: Figure, file: Path) -> None:
-    """Writes the figure as a PNG with few colors, which takes a third of the bytes: the repository keeps such
-    pictures."""
+    """Writes the figure as a PNG with few colors, which has a third of the bytes. This matters because the repository
+    keeps these pictures."""
     from PIL import Image
 
     full = io.BytesIO()
@@ -161,7 +161,7 @@ def _lines(axes: Axes, panel: Panel, lines: Mapping[str, Points], named: Mapping
 def _line(axes: Axes, points: Points, divisor: float, *, color: str, label: str) -> None:
     values = [value / divisor for _, value in points]
     axes.plot([at for at, _ in points], values, color=color, label=label, linewidth=1.6)
-    # A value between two gaps would have no line. Draw a dot.
+    # Draw a dot for a value between two gaps, because a line needs two values.
     padded = [math.nan, *values, math.nan]
     alone = [at for at in range(len(values)) if math.isnan(padded[at]) and math.isnan(padded[at + 2])]
     axes.plot([points[at][0] for at in alone], [values[at] for at in alone], ".", color=color)
@@ -187,5 +187,5 @@ def _every(seconds: float) -> Locator:
 
 
 def _most(points: Sequence[tuple[float, float]]) -> float:
-    """The largest value; NaN if there is none."""
+    """Returns the largest value. Returns NaN if there are no values."""
     return max((value for _, value in points if not math.isnan(value)), default=math.nan)

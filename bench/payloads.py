@@ -1,6 +1,6 @@
 """The payloads of all systems' jobs: 200 bytes, which begin with a time stamp. Pure except for the clock.
 
-They are ASCII text, so that systems which keep JSON store as many bytes as those which keep bytes.
+The payloads are ASCII text, so that systems that store JSON store as many bytes as systems that store bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _PADDING = "".join(random.Random(7).choices(string.ascii_letters + string.digits
 
 
 def stamped(count: int, *, at_ns: int | None = None) -> list[bytes]:
-    """Returns payloads stamped with `at_ns`, or else with the current time, by the machine's monotonic clock."""
+    """Returns payloads stamped with `at_ns`. If `at_ns` is None, the stamp is the current time by the machine's
+    monotonic clock."""
     return [b"%016x" % (time.monotonic_ns() if at_ns is None else at_ns) + _PADDING] * count
 
 

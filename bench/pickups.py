@@ -52,7 +52,7 @@ def read(file: Path) -> list[Pickup]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
-    """Percentiles in ms. The wait of a job that was never taken is infinity."""
+    """Percentiles in ms. The wait of a job that was never taken counts as infinite."""
 
     jobs: int
     p50: float
@@ -66,8 +66,8 @@ class Waits:
 
 
 def waits(pickups: Iterable[Pickup], *, never: int = 0) -> Waits | None:
-    """Returns the waits of these pickups, and of `never` more jobs that were not taken at all. None if there are no
-    jobs."""
+    """Returns the waits of these pickups, and of `never` more jobs that were not taken at all. Returns None if there
+    are no jobs."""
     ordered = sorted(pickup.waited_ms for pickup in pickups) + [math.inf] * never
     if not ordered:
         return None
@@ -75,8 +75,8 @@ def waits(pickups: Iterable[Pickup], *, never: int = 0) -> Waits | None:
 
 
 def by_time(pickups: Iterable[Pickup], *, start_s: float, step_s: float, share: float) -> list[tuple[float, float]]:
-    """Returns a percentile of the waits for each step of time: the step's seconds since the start, and ms. A job
-    belongs to the step in which it was due."""
+    """Returns a percentile of the waits for each step of time, as pairs: when the step begins, in seconds since the
+    start, and the percentile in ms. A job belongs to the step in which it was due."""
     steps: dict[int, list[float]] = defaultdict(list)
     for pickup in pickups:
         steps[int((pickup.due_s - start_s) // step_s)].append(pickup.waited_ms)

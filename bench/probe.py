@@ -1,5 +1,5 @@
-"""One caller of one cluster, and the comparison of two clusters call by call: a cluster that holds many jobs, and an
-empty one."""
+"""Compares two clusters call by call: a cluster that holds many jobs, and an empty cluster. One caller calls each
+cluster."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _STRIDE = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One run: p50 and p99 in ms for each kind of call, of the cluster that holds jobs and of the empty one."""
+    """One run: for each kind of call, p50 and p99 in ms on the cluster that holds jobs and on the empty cluster."""
 
     # The jobs that the first cluster holds.
     depth: str | int
@@ -102,7 +102,7 @@ def _middle_and_tail(cycles: Sequence[Cycle]) -> dict[str, tuple[float, float]]:
 
 
 def ratio_to_empty(samples: Sequence[Compared], verb: str, at: int) -> Spread:
-    """The ratios of the runs. `at`: 0 for p50, 1 for p99."""
+    """Returns the spread of the runs' ratios to the empty cluster. `at`: 0 for p50, 1 for p99."""
     there = {sample.run: sample.there_ms[verb][at] for sample in samples}
     found = ratio(there, {sample.run: sample.empty_ms[verb][at] for sample in samples})
     assert found is not None

@@ -1,5 +1,5 @@
-"""Measures one system's jobs a second in three ways: it only enqueues, only finishes jobs, and does both at the same
-time."""
+"""Measures how many jobs a second one system enqueues, how many it finishes, and how many it finishes if it does both
+at the same time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.counts import Counter, Counts
 from bench.meter import Spent
 from bench.stage import Servers, Stage, fresh_run
 
-# Warm-ups get longer until one takes this share of the planned time of a run.
+# Warm-ups get longer until a warm-up takes at least this share of the planned time of a run.
 _WARM_SHARE = 0.4
 _WARM_GROWTH_MAX = 10.0
 _JOBS_MAX = 400_000
@@ -34,7 +34,8 @@ class Figure(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The load of a system. `callers` enqueue and `consumers` work; both are totals of all client processes."""
+    """The load of a system. `callers`: how many callers enqueue in all client processes together. `consumers`: how many
+    consumers work in all client processes together."""
 
     batch: int
     callers: int
@@ -64,7 +65,8 @@ class Timed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """`producers` and `workers` are separate client processes, or the same processes, which then do both."""
+    """`producers` and `workers` are separate client processes. They can also be the same processes, which then enqueue
+    and work."""
 
     stage: Stage
     producers: Clients
@@ -81,7 +83,7 @@ class Turn:
         return enqueue, drain
 
     async def lived(self, load: Load, jobs: int) -> Timed:
-        """Enqueues and drains at the same time; the workers run before the first job. Raises Wrong."""
+        """Enqueues and drains at the same time. The workers run before the first job is enqueued. Raises Wrong."""
         await self._fresh_run()
         timed = await self._timed(Figure.LIFE, jobs, load)
         await self.workers.one(0, "check", jobs=jobs)
@@ -105,8 +107,8 @@ class Turn:
                     took_s = (await self.lived(load, jobs)).seconds
                 else:
                     filled, drained = await self.filled_and_drained(load, jobs)
-                    # The slower of the two steps decides how many jobs a run has. A run of several times `seconds`
-                    # would show nothing more.
+                    # The slower of the two steps decides how many jobs a run has. A run that takes much longer than
+                    # `seconds` would show nothing more.
                     took_s = max(filled.seconds, drained.seconds)
                 if took_s >= _WARM_SHARE * seconds or jobs >= _JOBS_MAX:
                     break
@@ -134,7 +136,7 @@ class Turn:
             settled = (await self.workers.one(0, "settle", total=jobs)).found
             # If jobs finished in the database later than their consumers assumed, the later time counts.
             last_s = max(last_s, settled or 0.0)
-        # The acks of the last jobs are sent by now.
+        # Look only now, because by now the acks of the last jobs have been sent.
         counts = (await self.counter.look()).since(looked)
         if figure is not Figure.ENQUEUE:
             await self.workers.all("rest")
@@ -196,13 +198,13 @@ def _began(answers: list[Answered]) -> float:
 
 
 def _shares(total: int, clients: Clients) -> list[int]:
-    """Divides a total over client processes."""
+    """Divides a total evenly among the client processes."""
     count = len(clients.pids)
     return [total * (at + 1) // count - total * at // count for at in range(count)]
 
 
 def _dealt(jobs: int, callers: list[int]) -> list[int]:
-    """Returns how many of the jobs each client process does, by the number of its callers."""
+    """Divides the jobs among the client processes, in proportion to the number of callers of each process."""
     bounds = [jobs * sum(callers[:at]) // sum(callers) for at in range(len(callers) + 1)]
     return [past - first for first, past in itertools.pairwise(bounds)]
 
@@ -213,5 +215,5 @@ def _least(batch: int) -> int:
 
 
 def _rounded(jobs: float, batch: int) -> int:
-    """Rounds down to whole batches, and to at most the jobs that a run may have."""
+    """Rounds down to whole batches, and to at most _JOBS_MAX jobs."""
     return max(batch, int(min(jobs, _JOBS_MAX)) // batch * batch)

@@ -14,7 +14,7 @@ from proof.table import Table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """Lines over a common x axis. `name`: the name of its file, without the suffix."""
+    """Lines over a common x axis. `name`: the name of the picture's file, without the suffix."""
 
     name: str
     title: str
@@ -48,7 +48,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What happened at the moment `at_s`, or from then to `until_s`."""
+    """What happened at the moment `at_s`, or from `at_s` to `until_s`."""
 
     what: str
     at_s: float
@@ -57,7 +57,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
-    """A whole dashboard, which is one picture. `name`: the name of its file, without the suffix."""
+    """A whole dashboard, which is one picture. `name`: the name of the picture's file, without the suffix."""
 
     name: str
     title: str

@@ -41,8 +41,8 @@ class Bench:
         return [system for system in systems if system not in self.failed]
 
     def fail(self, system: str, error: Exception) -> None:
-        """Leaves a peer out from now on. Raises the error if the system is one of ours, which must not fail, or if the
-        peer has failed before."""
+        """Excludes a peer from the measurements that follow. Raises the error if the system is one of ours, which must
+        not fail, or if the peer has failed before."""
         if system not in PEERS or system in self.failed:
             raise error
         self.failed[system] = f"{error}"
@@ -61,16 +61,16 @@ class Bench:
                 await stage.drop(system)
 
     async def rounds(self, systems: Iterable[str], runs: int, turn: Callable[[str, int], Awaitable[None]]) -> None:
-        """Lets every system take its turn in each of `runs` rounds, counted from 1. Every second round has the reverse
-        order."""
+        """Calls `turn` for every system in each of `runs` rounds, with the number of the round. The first round has the
+        number 1. Every second round has the reverse order."""
         order = list(systems)
         for run in range(1, runs + 1):
             for system in order if run % 2 else order[::-1]:
                 await self.attempt(system, functools.partial(turn, system, run))
 
     def broken(self, scenario: str, why: str) -> None:
-        """Records that a check of a scenario failed. The scenario's figures then do not matter. The report and the exit
-        code say so."""
+        """Records that a check of a scenario failed. The scenario's figures are then worthless. The report and the exit
+        code show the failure."""
         self.failed[f"scenario {scenario}"] = why
 
     @asynccontextmanager
@@ -95,7 +95,7 @@ class Scenario:
     options: Callable[[argparse.ArgumentParser], None]
     plan: Callable[[argparse.Namespace], Any]
     measure: Callable[[Any, Bench], Awaitable[Found]]
-    # Makes the scenario's plan, or a tuple of several plans, for `./run bench` with these peers, and for `./run bench
-    # --quick`. None: that run does not have the scenario.
+    # `full` makes the scenario's plan for `./run bench` with these peers, and `quick` makes it for `./run bench
+    # --quick`. Each may return a tuple of several plans. None: that command does not run the scenario.
     full: Callable[[tuple[str, ...]], Any] | None
     quick: Callable[[], Any] | None

@@ -22,8 +22,8 @@ _QUOTA_US_MIN = 1000
 
 @contextlib.contextmanager
 def fixed_share(pids: Iterable[int], *, cores: float) -> Generator[None]:
-    """Limits these processes together, with all that they have started, to this many cores for this scope. Raises Wrong
-    if there is no control group that this process may change."""
+    """For this scope, limits these processes and all processes that they have started to this many cores in total.
+    Raises Wrong if there is no control group that this process may change."""
     quota_us = max(_QUOTA_US_MIN, round(cores * _PERIOD_US))
     parent, second = _controller()
     group = parent / f"windrow-bench-{secrets.token_hex(4)}"

@@ -31,7 +31,7 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def ratio(above: Mapping[int, float], below: Mapping[int, float]) -> Spread | None:
-    """Returns the spread of the rounds' ratios; None if no round has both values."""
+    """Returns the spread of the rounds' ratios. Returns None if no round has both values."""
     both = [above[run] / below[run] for run in above if below.get(run)]
     return spread(both) if both else None
 

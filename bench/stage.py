@@ -39,7 +39,7 @@ from shard.admin import api_keys
 
 _PAUSE_S = 0.2
 _DRAIN_S = 5.0
-# There must be connections for all systems: they stay connected while they take turns.
+# All systems need connections at the same time, because they stay connected while they take turns.
 SETTINGS: Mapping[str, str] = {"max_connections": "1500"}
 # The visibility window of leases by default.
 WINDOW_S = 30.0

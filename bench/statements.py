@@ -12,8 +12,8 @@ import psycopg
 from shard.postgres.sql_loader import Statement
 from shard.queue import statements
 
-# Matches parameters, and constants, which pg_stat_statements replaces by parameters. It replaces a list of constants by
-# one parameter.
+# Matches parameters, and constants, which pg_stat_statements replaces by parameters. pg_stat_statements replaces a list
+# of constants by one parameter.
 _VALUE = re.compile(
     r"%\(\w+\)[sb]|'(?:[^']|'')*'|\$\d+(?: /\*, \.\.\. \*/)?"
     r"|\b(?:NULL|true|false)\b|(?<![\w.])\d+(?:\.\d+)?(?:e\d+)?\b",
@@ -40,7 +40,8 @@ class Runs:
 
 
 def count(superuser_dsns: Iterable[str]) -> bool:
-    """Creates the extension that counts statements on these servers. Returns False if one of them does not have it."""
+    """Creates the extension that counts statements on these servers. Returns False if one of the servers does not have
+    this extension."""
     try:
         for dsn in superuser_dsns:
             with psycopg.connect(dsn, autocommit=True) as connection:
@@ -52,8 +53,8 @@ def count(superuser_dsns: Iterable[str]) -> bool:
 
 
 def counted(superuser_dsns: Iterable[str]) -> dict[str, Runs]:
-    """Returns the runs so far on all these servers together, by name. Statements of packages other than shard/queue
-    have the name ""."""
+    """Returns the runs of each statement so far, on all these servers together, by the statement's name. Statements of
+    packages other than shard/queue have the name ""."""
     found: dict[str, Runs] = {}
     for dsn in superuser_dsns:
         with psycopg.connect(dsn, autocommit=True) as connection:

@@ -47,7 +47,7 @@ class Site:
 class System(Protocol):
     """One queue system, as one client process uses it.
 
-    Every method checks the answer that it gets, and raises Wrong if the system did not do what it was asked.
+    Every method checks the system's answer, and raises Wrong if the system did not do what it was asked to do.
     """
 
     # The system's name in the tables of the report.
@@ -61,12 +61,13 @@ class System(Protocol):
         ...
 
     async def enqueue(self, payloads: Sequence[bytes]) -> None:
-        """Stores these jobs with one call: the system's bulk call if there are several jobs. Their transaction
-        has committed when this returns. Several tasks call this at the same time."""
+        """Stores these jobs with one call: the system's bulk call if there are several jobs. Returns after their
+        transaction has committed. Several tasks call this method at the same time."""
         ...
 
     async def work(self, *, batch: int, concurrency: int, taken: Taken, finished: Finished) -> None:
-        """Runs the system's own consumer, in its documented fast configuration, until it is cancelled.
+        """Runs the system's own consumer until this call is cancelled. The consumer has the fast configuration that the
+        system's documentation describes.
 
         `batch`: how many jobs the consumer may fetch at once, if it has this option. `concurrency`: how many jobs, or
         batches of jobs, the consumer has under way. The consumer calls `taken` for each job when the job's handler gets

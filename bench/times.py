@@ -12,7 +12,7 @@ from proof.history import Call
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Percentiles in ms. They include failed calls."""
+    """Percentiles in ms. Failed calls count too."""
 
     calls: int
     p50: float
@@ -21,7 +21,7 @@ class Times:
 
 
 def times(calls: Iterable[Call]) -> Times | None:
-    """Returns the times of these calls; None if there are no calls."""
+    """Returns the times of these calls. Returns None if there are no calls."""
     ordered = sorted(call.took_s * 1000 for call in calls)
     if not ordered:
         return None

@@ -14,7 +14,7 @@ from proof.history import History
 
 _SHOWN = 3
 _FAULTLESS = {"once": "Each job comes to a worker once, and then has succeeded"}
-# The invariants that benchmarks check. The checker knows more.
+# The invariants that benchmarks check. The checker knows further invariants.
 _INVARIANTS = {name: EXAMINED[name] for name in ("I1", "I2", "I3", "I4", "I5")}
 
 

@@ -1,5 +1,5 @@
-"""`python -m chaos`: a run under faults. Exit code 0: every invariant held. 1: an invariant did not hold. 2: the run
-was not possible."""
+"""`python -m chaos`: makes a run under faults. Exit code 0: every invariant held. 1: an invariant did not hold. 2: the
+run was not possible."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ from proof.checker.evidence import Backfill
 from windrow.v1 import schedules_pb2
 
 _SPAN_S = (1.0, 15.0)
-# The range ends at most this long ago.
+# A range ended at most this many seconds ago.
 _AGO_S_MAX = 20.0
-# Overlap policies, and whether they may skip an instant. BUFFER_ALL may skip too: a schedule buffers up to 100 runs,
-# and although a range has fewer instants, other runs of the schedule may be buffered already.
+# Overlap policies, and whether they may skip an instant. BUFFER_ALL may skip too: a schedule buffers up to 100 runs. A
+# range has fewer instants, but other runs of the schedule may be buffered already.
 _OVERLAPS = (
     (None, False),
     (schedules_pb2.OVERLAP_POLICY_ALLOW, False),

@@ -19,12 +19,12 @@ _END_S_MAX = 20.0
 
 
 class ClientFailed(Exception):
-    """A client ended although no fault had hit it, so the run proves nothing."""
+    """A client ended although no fault had hit the client, so the run proves nothing."""
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One client. After a kill, it is started again as a new process."""
+    """One client. After a kill, the client is started again as a new process."""
 
     sort: str
     site: Site
@@ -45,7 +45,7 @@ class Crew:
     def __init__(self, members: Sequence[Member], log: IO[bytes]) -> None:
         self._members = {member.name: member for member in members}
         self._log = log
-        # The commands so far. Clients that start later get them too.
+        # The commands so far. Clients that start later also get these commands.
         self._told: list[str] = []
 
     async def start(self, name: str) -> None:

@@ -27,7 +27,7 @@ class SmallDisk:
     node: str
 
     def fill(self) -> int:
-        """Takes all the room that is left, and returns how many bytes that was. May be called again."""
+        """Fills all free space of the disk, and returns how many bytes it wrote. May be called again."""
         taken = 0
         with self._ballast.open("ab", buffering=0) as ballast, contextlib.suppress(OSError):
             while True:

@@ -24,8 +24,8 @@ class Second:
     acked: int = 0
     # How many calls were refused, or had no answer.
     failed: int = 0
-    # The pickup times of the jobs that arrived in this second for the first time. Only jobs that were due at once
-    # count.
+    # The pickup times of the jobs that arrived at a worker in this second for the first time. Only jobs that were due
+    # at once count.
     pickups_s: Sequence[float] = ()
 
 
@@ -83,7 +83,8 @@ def jobs(evidence: Evidence) -> Mapping[str, int]:
 
 
 def _wait(added: Addition) -> str:
-    """Returns the outcome of a call by which a job waits for the nodes that it adds. Empty: it does not wait."""
+    """Returns the outcome of a call that adds nodes and lets the job wait for them. Empty: the call does not let the
+    job wait."""
     if not added.wait:
         return ""
     return _outcome(added.call, "the job waits" if added.waits else "the nodes have ended")
@@ -114,8 +115,8 @@ def _answered(of: str, calls: Iterable[tuple[str, bool]]) -> Mapping[str, int]:
 
 
 def restored(evidence: Evidence) -> Mapping[str, int]:
-    """Compares the restored backup with the replaced database. Counts the jobs, ends of jobs and dedup keys that the
-    backup lacked, and what happened to these jobs afterwards. Empty if no backup was restored."""
+    """Compares the restored backup with the replaced database. Counts the jobs, the ends of jobs and the dedup keys
+    that the backup lacked. Also counts what happened to these jobs afterwards. Empty if no backup was restored."""
     if evidence.restored is None:
         return {}
     backup = Backup(evidence)
@@ -151,9 +152,9 @@ class Moved:
     target: str
     slots: int
     began_s: float
-    # The time at which the target began to take the new jobs. None: never.
+    # The time at which the target began to take the new jobs. None: the target never did.
     switched_s: float | None = None
-    # The time at which the last slot of this move was at rest. None: never.
+    # The time at which the last slot of this move was at rest. None: the move did not end.
     ended_s: float | None = None
 
 
@@ -202,10 +203,10 @@ def holdings(evidence: Evidence) -> list[tuple[float, Mapping[str, int], int]]:
 
 
 def unavailable_s(told: Told) -> Mapping[str, float]:
-    """Returns for each shard the longest time in which it acknowledged no enqueue although it had slots. Only the time
-    from the first fault until the last one is healed counts."""
+    """Returns for each shard the longest time in which the shard acknowledged no enqueue although it had slots. Only
+    the time from the first fault until the last fault is healed counts."""
     events = sorted([*_had(told.evidence), *_acknowledged(told.evidence)], key=lambda event: event[0])
-    # For each shard that has slots: since when it has acknowledged no enqueue.
+    # For each shard that has slots, the time since which the shard has acknowledged no enqueue.
     since_s: dict[str, float] = {}
     longest_s: dict[str, float] = {}
 
@@ -242,8 +243,8 @@ def _acknowledged(evidence: Evidence) -> Iterator[tuple[float, str, bool]]:
         if call.verb is Verb.ENQUEUE and call.outcome is Outcome.OK and call.ended_s is not None:
             by_hash = slot_of(OrgId(call.org))
             for slot in (evidence.pins.get(call.org, by_hash), by_hash):
-                # If the org was pinned after this call, it got a slot of its own only then. For this call, its hash
-                # slot counts.
+                # If the org was pinned after this call, the org had no slot of its own during this call. In this case
+                # its hash slot counts.
                 at = bisect_right(by_slot[slot], call.ended_s, key=lambda now: now.at_s)
                 if at:
                     yield call.ended_s, by_slot[slot][at - 1].writes[0], True
@@ -299,7 +300,7 @@ def seconds(told: Told) -> list[Second]:
 
 
 def _failed(call: Call) -> bool:
-    # A handler of windrow.Worker does not learn whether its acks succeeded, so its calls without an end are no
-    # failures.
+    # A handler of windrow.Worker does not learn whether its acks succeeded. Therefore its calls without an end do not
+    # count as failures.
     is_handler = call.client.partition(".")[0].endswith("-handler")
     return call.outcome is not Outcome.OK and not (is_handler and call.ended_s is None)

@@ -1,8 +1,8 @@
 """The schedules of a run, and the operators who pause, resume, trigger, alter and backfill them while they fire.
 
-Schedules are created with an end, at which the faults end too. No call ends them, because such a call could drop
-instants that are due but not decided yet. Each call of an operator is repeated until it is answered, and each try is
-recorded: the checker must know which tries were not answered, because routers may execute them later.
+Schedules are created with an end, which is also the end of the faults. No call ends a schedule, because a call could
+drop instants that are due but not decided yet. Each call of an operator is repeated until it is answered, and each try
+is recorded: the checker must know which tries were not answered, because routers may execute them later.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PAUSED_S = (1.0, 6.0)
 # How long it may take to end the last pauses, after all faults are healed.
 _RESUME_S_MAX = 60.0
 _WINDOW_S = 5.0
-# Policies, and the reasons for which runs may be skipped under them.
+# Combinations of policies, each with the reasons for which runs may be skipped.
 _POLICIES: Sequence[tuple[windrow.Overlap, windrow.CatchUp, frozenset[str]]] = (
     (windrow.Overlap.ALLOW, windrow.CatchUp.ALL, frozenset()),
     (windrow.Overlap.ALLOW, windrow.CatchUp.LATEST, frozenset({"catch_up"})),
@@ -81,8 +81,9 @@ class JobSchedules:
 async def open_schedules(
     address: str, orgs: Sequence[str], dsns: Sequence[str], *, seed: int, seconds: float, steady: int
 ) -> AsyncGenerator[JobSchedules, None]:
-    """Yields the schedules of a run. `steady`: the number of further schedules, which nobody changes; these are created
-    first. `seconds`: how long all schedules run after that. `dsns`: the DSNs of the shards' databases."""
+    """Yields the schedules of a run. `steady`: the number of further schedules, which nobody changes. These are created
+    first. `seconds`: how long all schedules run after the steady ones are created. `dsns`: the DSNs of the shards'
+    databases."""
     luck = random.Random(f"{seed}/schedules")
     async with AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(calls.connect(address)) for _ in range(_CHANNELS)]
@@ -110,7 +111,7 @@ async def open_schedules(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Drawn:
-    """The settings of a schedule, in two forms: as the checker has them, and as the fields of a request."""
+    """The settings of a schedule, once as the checker's type and once as the fields of a request."""
 
     terms: Terms
     spec: schedules_pb2.ScheduleSpec
@@ -212,7 +213,8 @@ class _Operator:
 
     async def _alter(self) -> None:
         self._latest += 1
-        # Half of the schedules keep their timing, so that no call makes their instants uncertain.
+        # Change the timing of only half of the schedules, so that no call makes the instants of the other half
+        # uncertain.
         if self._number % 4 < 2:
             self._every_s = self._luck.choice(_EVERY_S)
             self._is_cron = self._luck.random() < 0.5

@@ -1,5 +1,4 @@
-"""The operators of a run, who start workflows, give them signals, and pause, resume, cancel and retry them while they
-run.
+"""The operators of a run. They start workflows, give signals to them, and pause, resume, cancel and retry them.
 
 Each call is repeated until it is answered, and each try is recorded: the checker must know which tries were not
 answered, because routers may execute them later. Operators do not change the producers' workflows.
@@ -203,7 +202,7 @@ class _Operated:
 
     async def _change(self, kind: ChangeKind, send: _Send, *, until_s: float | None = None) -> Any:
         def record(began_us: int, ended_us: int | None, answer: Any) -> None:
-            # Do not record a pause that came after the end of the workflow, and had no effect.
+            # Do not record a pause that had no effect because the workflow had ended.
             if answer is None or kind is not ChangeKind.PAUSE or answer.workflow.paused:
                 self._changes.append(Change(kind=kind, began_us=began_us, ended_us=ended_us))
 

@@ -40,8 +40,8 @@ class OperatorCalls(Generic[_Stub]):
         *,
         until_s: float | None = None,
     ) -> Any:
-        """Returns the answer. Returns None if there was no answer until `until_s`. By default this is the end of the
-        operator's time. `record` gets the beginning, the end and the answer of each try that a router may have
+        """Returns the answer. Returns None if there was no answer until `until_s`, which is by default the end of the
+        operator's time. Calls `record` with the beginning, the end and the answer of each try that a router may have
         executed."""
         while True:
             began_us = now_us()
@@ -61,16 +61,16 @@ class OperatorCalls(Generic[_Stub]):
 
 
 async def is_created(creating: Awaitable[object]) -> bool:
-    """Returns whether a router says that the thing exists. Pauses after a failure. Raises AioRpcError if the request is
-    not valid. Such a request would never succeed, however often it is repeated, and the run would have less load than
-    its report says."""
+    """Returns True if a router has created the object, or says that the object exists already. Pauses after a failure.
+    Raises AioRpcError if the request is not valid. Such a request would never succeed, however often it is repeated,
+    and the run would have less load than its report says."""
     try:
         await creating
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
             raise
         await asyncio.sleep(PAUSE_S)
-        # If the thing exists already, an earlier try whose answer was lost has created it.
+        # If the object exists already, an earlier try whose answer was lost has created it.
         return error.code() is grpc.StatusCode.ALREADY_EXISTS
     return True
 

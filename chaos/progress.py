@@ -1,5 +1,5 @@
-"""Shows the progress of a run: counts what clients have written to their histories. Each look reads only what is
-new."""
+"""Shows the progress of a run: counts what clients have written to their histories. Each call of line() reads only what
+the clients have written since the last call."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ _SHOWN_MAX = 20
 
 
 def verdict(found: Sequence[Violation], *, excused: bool = False) -> Mapping[str, list[str]]:
-    """Returns the violations by invariant: those that count, or the excused ones, which a restored backup explains. Has
-    every invariant of EXAMINED, and any other that is violated."""
+    """Returns the violations by invariant: those that count, or the excused ones, which a restored backup explains. The
+    result has every invariant of EXAMINED, and every other invariant that is violated."""
     by_invariant: dict[str, list[str]] = {name: [] for name in EXAMINED}
     for one in found:
         if one.excused is excused:

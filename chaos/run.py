@@ -1,5 +1,5 @@
-"""One run: starts load, runs faults and changes by the schedule, waits until all faults are healed, no slot moves and
-no job is live, and collects the evidence."""
+"""One run. Starts load, and runs the scheduled faults and changes. Then waits until all faults are healed, no slot
+moves and no job is live, and collects the evidence."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from shard.placement.cluster_file import read_cluster
 _WARM_UP_S = 4.0
 _SAY_EVERY_S = 5.0
 _LOOK_S = 0.2
-# Do not count more often, because each count connects to every shard.
+# The pause between two counts. Shorter pauses would load the shards, because each count connects to every shard.
 _COUNT_S = 0.5
-# The time that an idle machine may need, in addition to the interval of sweeps, to reconnect and to restart clients.
+# How long it may take on an idle machine, beyond the interval of sweeps, until clients have reconnected and restarted.
 _SLACK_S = 7.0
 # The bounds for answers and deliveries grow by the longest stall of this process times this number, because other
 # processes stall too.
@@ -52,7 +52,7 @@ _STUCK_S_MAX = 30.0
 # continue pauses for half a minute.
 _REST_S_MAX = 180.0
 _REST_LOOK_S = 1.0
-# The pause before a fault that is run alone. In this pause delayed calls end, and clients reconnect.
+# The pause before a fault that is run without other faults. In this pause delayed calls end, and clients reconnect.
 _PEACE_S = 8.0
 # How long a call may take if nothing delays it.
 _ANSWER_S = 2.0
@@ -84,11 +84,11 @@ class Strike:
     target: str
     began_s: float
     healed_s: float
-    # Why the fault did not work as planned. Empty: it did.
+    # Why the fault did not work as planned. Empty: the fault worked as planned.
     trouble: str = ""
     # The orgs that the fault affected, if it affects only some orgs.
     orgs: Sequence[str] = ()
-    # Whether nothing else was done to the cluster during the fault.
+    # Whether no other fault or change was under way during the fault.
     alone: bool = False
 
 
@@ -98,7 +98,7 @@ class Told:
 
     evidence: Evidence
     strikes: Sequence[Strike]
-    # Counts of the faults that were planned but not run, by fault and reason.
+    # How many planned faults were not run, by fault and reason.
     skipped: Counter[tuple[str, str]]
     # Targets and slots that did not recover.
     unhealed: Sequence[Violation]
@@ -160,7 +160,7 @@ async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None
             say("draining")
             stalls.clear()
             await _drained(stage)
-            # Wait until the leases that began under faults have ended: a lease is as long as the window, and nobody
+            # Wait until the leases that began under faults have ended. A lease is as long as the window, and nobody
             # extends leases any more.
             calm_s = max(time.monotonic(), healed_s + 2 * order.cast.window_s)
             await asyncio.sleep(calm_s - time.monotonic())
@@ -239,7 +239,7 @@ def _read(
 
 
 def _by_org(rows: Iterable[Row], seen: History) -> dict[str, list[str]]:
-    """Returns by org the ids of all jobs that are in the tables or that a client was told about."""
+    """Returns, by org, the ids of all jobs that are in the tables or that a client was told about."""
     jobs = {row.job: row.org for row in rows}
     jobs |= {one.answered: one.call.org for one in seen.enqueues if one.answered is not None}
     by_org: dict[str, list[str]] = {}
@@ -249,8 +249,8 @@ def _by_org(rows: Iterable[Row], seen: History) -> dict[str, list[str]]:
 
 
 def planned(order: Order) -> list[Planned]:
-    """Returns a random schedule. It has changes at any time, independently of the faults: changes harm nothing, so any
-    number of them may be under way."""
+    """Returns a random schedule. Changes may begin at any time, independently of the faults: changes harm nothing, so
+    any number of them may be under way."""
     faults = [kind for kind in kinds(order) if kind.name not in CHANGES]
     changes = [kind for kind in kinds(order) if kind.name in CHANGES]
     return [
@@ -260,8 +260,8 @@ def planned(order: Order) -> list[Planned]:
 
 
 def kinds(order: Order) -> list[Kind]:
-    """Returns the kinds that may be chosen. They are the same on every machine, so that a seed always gives the same
-    schedule."""
+    """Returns the kinds of faults and changes that may be chosen. These kinds are the same on every machine, so that a
+    seed always gives the same schedule."""
     chosen = [FAULTS[name] for name in order.faults if FAULTS[name].drawn]
     return [
         Kind(name=kind.name, targets=kind.targets(order.cast), weight=kind.weight, seconds=kind.seconds)
@@ -306,8 +306,8 @@ class _Striker:
             self._busy.discard(planned.target)
 
     async def run_alone(self) -> None:
-        """Runs the faults with `alone` set, one after another. The checker knows which effects of each of them clients
-        may notice."""
+        """Runs the faults with `alone` set, one after another. The checker knows which effects of each such fault
+        clients may notice."""
         # Keep the order of FAULTS, not the order of the command line.
         alone = [kind for kind in FAULTS.values() if kind.alone and kind.name in self._order.faults]
         for number, kind in enumerate(alone, 1):
@@ -385,7 +385,8 @@ def _unfinished(shards: Iterable[Shard]) -> int:
 
 
 async def _until_still(stage: Stage, count: Callable[[Iterable[Shard]], int]) -> None:
-    """Waits until the count is 0, or has not changed for a while. The checker then reports what is left."""
+    """Waits until the count is 0, or until the count has not changed for a while. In the second case the checker
+    reports what is left."""
     left, moved_s = -1, time.monotonic()
     deadline_s = moved_s + _DRAIN_S_MAX
     while time.monotonic() < deadline_s and time.monotonic() - moved_s < _STUCK_S_MAX:
@@ -400,8 +401,8 @@ async def _until_still(stage: Stage, count: Callable[[Iterable[Shard]], int]) ->
 
 @contextlib.asynccontextmanager
 async def _telling(stage: Stage, order: Order, say: Callable[[str], None]) -> AsyncGenerator[list[float], None]:
-    """Reports the progress during this scope. Yields a list, to which it adds the length of each stall of this
-    process."""
+    """Reports the progress during this scope. Yields a list, and adds the length of each stall of this process to the
+    list."""
     stalls: list[float] = []
 
     async def watch() -> None:
@@ -422,8 +423,8 @@ async def _telling(stage: Stage, order: Order, say: Callable[[str], None]) -> As
 
 @contextlib.asynccontextmanager
 async def _weighing(stage: Stage) -> AsyncGenerator[dict[int, int], None]:
-    """Yields the largest resident memory so far of each router process, by process id, and updates it during this
-    scope."""
+    """Yields the largest resident memory of each router process so far, by process id. Updates these figures during
+    this scope."""
     most: dict[int, int] = {}
 
     async def weigh() -> None:
@@ -438,8 +439,8 @@ async def _weighing(stage: Stage) -> AsyncGenerator[dict[int, int], None]:
 
 @contextlib.asynccontextmanager
 async def _asking(stage: Stage) -> AsyncGenerator[list[InForce], None]:
-    """During this scope, asks one router after another which cluster file it uses. Yields a list, to which it adds the
-    answers."""
+    """During this scope, asks one router after another which cluster file the router uses. Yields a list, and adds the
+    answers to the list."""
     said: list[InForce] = []
 
     async def ask() -> None:

@@ -1,6 +1,6 @@
 """Chooses the faults with their targets and times at random, from a seed alone. Pure.
 
-Some of the cluster always works: if there are several targets of the same kind, at least one of them has no fault. A
+The cluster never fails as a whole: if there are several targets of the same kind, at least one of them has no fault. A
 target has one fault at a time, and a pause after each fault.
 """
 

@@ -76,7 +76,7 @@ class Stage:
     crew: Crew
     # The cluster file that routers and balancers read.
     file: ClusterFile
-    # The disk of one node, which is small enough to be filled. None: this machine cannot have such a disk.
+    # The disk of one node. The disk is small enough to be filled. None: this machine cannot have such a disk.
     disk: SmallDisk | None
     # The clock of routers and balancers. None: the clock cannot be set.
     clock: FakeTime | None

@@ -1,4 +1,5 @@
-"""Many schedules that nobody changes. Each fires every 15 minutes, at instants of its own, and skips no instant."""
+"""Many schedules that nobody changes. Each schedule fires every 15 minutes, and skips no instant. The schedules'
+instants are spread evenly over the 15 minutes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from proof.postgres import ask
 from windrow.v1 import job_pb2, schedules_pb2, schedules_pb2_grpc
 
 _EVERY_S = 900
-# The start of the first schedule, from which its intervals are counted. The contract refuses times before 1971.
+# The start of the first schedule, from which its intervals are counted. Routers refuse times before 1971.
 _FIRST_S = 1_000_000_000
 
 
@@ -43,7 +44,8 @@ class SteadySchedules:
         return [self._seen(number) for number in range(self._count)]
 
     async def create(self) -> None:
-        """Creates the first schedule of each org by a call, and the org's other schedules as copies of its row."""
+        """Creates the first schedule of each org by a call, and the org's other schedules as copies of the first
+        schedule's row."""
         for number in range(min(self._count, len(self._orgs))):
             while not await self._create(number):
                 pass
@@ -52,8 +54,8 @@ class SteadySchedules:
         assert sum(count for ((count,),) in stored) == self._count, stored
 
     async def set_end(self, end_s: int) -> None:
-        """Lets all schedules end at this time of the system's clock. `create` cannot set the end, because nobody knows
-        before how long it takes to create the schedules."""
+        """Lets all schedules end at this time of the system's clock. `create` cannot set the end, because it is not
+        known in advance how long the creation takes."""
         for dsn in self._dsns:
             await asyncio.to_thread(ask, dsn, _ending(end_s))
         self._end_s = end_s

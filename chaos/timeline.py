@@ -1,4 +1,4 @@
-"""Draws a run as one picture: throughput, errors, pickup latency, the slots of each shard, and below these a bar for
+"""Draws a run as one picture: throughput, errors, pickup latency and the slots of each shard. Below them is a bar for
 every fault and every change."""
 
 from __future__ import annotations

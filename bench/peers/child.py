@@ -1,5 +1,5 @@
-"""Makes it possible to measure a peer that runs in a process of its own like any other system. Owns that process and
-the communication with it.
+"""Adapts a peer that runs in a process of its own, so that a benchmark can measure the peer like any other system. Owns
+that process and the communication with it.
 
 Nothing in this module depends on a particular peer: the files in bench/systems say which program to start. Every peer's
 program speaks bench.peers.wire, ends when its standard input ends, and uses no other module of ours.
@@ -28,7 +28,7 @@ _REST_S_MAX = 60.0
 
 
 class ChildSystem:
-    """One peer, as one client process uses it. Subclasses name it, and the program to run."""
+    """One peer, as one client process uses it. A subclass gives the peer's name, and the program to run."""
 
     title: ClassVar[str]
 
@@ -92,8 +92,8 @@ class ChildSystem:
         return left
 
     async def check(self, jobs: int) -> None:
-        """Raises Wrong if the peer's counts do not fit. A count is None, and is not checked, if the system keeps no
-        record of it."""
+        """Raises Wrong if the peer has jobs left, or if it has not accepted and finished exactly `jobs` jobs. A count
+        of None is not checked: the system does not keep this count."""
         counts = await self._call("counts")
         if counts["left"] != 0 or any(counts[name] not in (None, jobs) for name in ("accepted", "finished")):
             raise Wrong(f"{self.title}: of {jobs} jobs, the database knows {counts}")

@@ -103,7 +103,7 @@ def _install_python(folder: Path) -> None:
     try:
         _run([uv, "pip", "sync", "-q", "--require-hashes", "--python", python, str(_LOCK)], environ)
     except CannotInstall:
-        # uv does not read all of pip's settings about where to look for packages.
+        # Try pip: uv ignores some of pip's settings for where to find packages.
         pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
         _run([*pip, "install", "-q", "--no-deps", "--require-hashes", "-r", str(_LOCK)], environ)
     _end(folder, [_LOCK])
@@ -129,7 +129,7 @@ def _install_go(cache: Path) -> None:
     _begin(folder)
     program = go_program(cache)
     program.parent.mkdir(parents=True, exist_ok=True)
-    # By default go makes modules read-only, and rm could not remove them.
+    # By default go makes the files of modules read-only, so that `rm -r` could not remove them.
     environ = {"GOMODCACHE": str(folder / "mod"), "GOCACHE": str(folder / "cache"), "GOFLAGS": "-modcacherw"}
     _run(["go", "build", "-mod=readonly", "-trimpath", "-o", str(program), "."], os.environ | environ, cwd=GO_SOURCES)
     _end(folder, _go_sources())

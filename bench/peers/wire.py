@@ -1,7 +1,7 @@
 """The frames that a client process and a peer's process exchange over a pipe. Pure: no I/O.
 
-This module uses only the standard library, because the peers' own virtual environment imports it too. For node,
-node/serve.mjs implements the same frames.
+This module uses only the standard library, because the peers' own virtual environment imports it too. node/serve.mjs
+and go/serve.go implement the same frames.
 
     frame     length of the body u32, kind u8, body        every number little-endian
     CALL      JSON {"id", "verb", arguments}                to the peer

@@ -33,7 +33,7 @@ from shard.postgres.pool import Database
 from shard.vocabulary import ShardName
 
 _API_BATCH = 100
-# The age of the jobs, and their retention. The retention is longer, so that no day is dropped too early.
+# The age and the retention of the jobs, in days. The retention is longer, so that no day is dropped too early.
 _DAYS_AGO, _RETENTION = 40, 90
 # The tables that claims and acks touch: live jobs, books, names, and the days that are not over.
 _HOT = """
@@ -48,7 +48,7 @@ _DISK = "SELECT pg_database_size(current_database())"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    # How many finished jobs the shard has, one depth after another.
+    # The shard is measured with each of these numbers of finished jobs, one after another.
     depths: tuple[int, ...] = (0, 1_000_000, 10_000_000)
     # How many of the jobs at the greatest depth are enqueued and acked through the API. SQL inserts the other jobs.
     api: int = 100_000
@@ -95,8 +95,8 @@ async def measure(plan: Plan, bench: Bench) -> Found:
             api = plan.api if depth == max(plan.depths) else 0
             if depth:
                 cold = await _history(deep, probes[1], depth - api, bench)
-            # Run the same number of jobs through both clusters, so that both have the same number in the days that are
-            # not over.
+            # Run the same number of jobs through both clusters, so that the days that are not over have equally many
+            # jobs in both.
             for probe in probes:
                 await _work(probe, api)
                 await asyncio.to_thread(_settle, probe)
@@ -172,7 +172,7 @@ async def _drop(probe: Probe, cold: tuple[Day, Pass, int]) -> Turn:
 
 
 def _settle(probe: Probe) -> None:
-    """Vacuums, so that nothing of earlier work is left to clean up."""
+    """Vacuums, so that the measurement does not include the cleanup of earlier work."""
     with psycopg.connect(probe.dsn, autocommit=True) as connection:
         connection.execute("VACUUM ANALYZE windrow.job")
         connection.execute("VACUUM windrow.tally")

@@ -30,7 +30,7 @@ from proof.arguments import number
 from proof.table import Table
 from windrow.v1 import admin_pb2, admin_pb2_grpc, queue_pb2, queue_pb2_grpc
 
-# The upper bound for p99: during the cancel, a claim may take this many times as long as an undisturbed claim.
+# The upper bound for the ratio of the p99 of claims during the cancel to the p99 of undisturbed claims.
 _BAR = 1.2
 # The upper bound for the p99 of a first page.
 _PAGE_BAR_MS = 50.0
@@ -44,7 +44,7 @@ _SEARCHES: Mapping[str, Mapping[str, str]] = {
     "a single job": {"customer": "1"},
     "none": {"campaign": "unknown"},
 }
-# How long the cancel may take to change its first jobs, and how often this scenario looks for them.
+# The longest time until the cancel has changed its first jobs, and the pause between two looks for changed jobs.
 _BEGINS_S_MAX = 60.0
 _LOOK_S = 0.1
 # One job in ten has the campaign that is cancelled.
@@ -63,7 +63,7 @@ FROM generate_series(1, %(jobs)s) AS n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    # The jobs of the org that cancels a tenth of them.
+    # How many jobs the org has that cancels a tenth of its jobs.
     jobs: int = 1_000_000
     searches: int = 200
     consumers: int = 4
@@ -77,9 +77,9 @@ class Plan:
 class Sample:
     round: int
     beside: bool
-    # In ms.
+    # How long each claim took, in ms.
     claims: list[float]
-    # How many jobs were cancelled, and in how many seconds: from the start of the command to its end.
+    # How many jobs were cancelled, and how many seconds the command took.
     cancelled: int
     took_s: float
 
@@ -87,7 +87,7 @@ class Sample:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
     wanted: str
-    # First pages, in ms.
+    # How long each first page took, in ms.
     took: list[float]
 
 
@@ -160,7 +160,7 @@ async def _searches(plan: Plan, bench: Bench, admin: admin_pb2_grpc.AdminAsyncSt
 
 @asynccontextmanager
 async def _cancelling(address: str, dsn: str, org: str) -> AsyncGenerator[None, None]:
-    """Runs `windrow jobs cancel` while the block runs, as an operator would. The block begins when the first jobs have
+    """Runs `windrow jobs cancel` during this scope, as an operator would. The scope begins when the first jobs have
     been cancelled."""
     before = await asyncio.to_thread(_cancelled, dsn, org)
     command = [str(Path(sys.executable).parent / "windrow"), "jobs", "cancel", org, "--where", "campaign=3", "--yes"]
@@ -183,7 +183,7 @@ async def _cancelling(address: str, dsn: str, org: str) -> AsyncGenerator[None, 
 
 
 async def _claims(plan: Plan, queue: queue_pb2_grpc.QueueAsyncStub, org: str) -> list[float]:
-    """Has some consumers claim and ack one job after another. Returns how long the claims took."""
+    """Runs some consumers, which claim and ack one job after another. Returns how long each claim took."""
     took: list[float] = []
     until_s = time.perf_counter() + plan.seconds
 

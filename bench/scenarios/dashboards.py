@@ -1,8 +1,8 @@
-"""Pictures of Grafana's dashboards (deploy/grafana), drawn without Grafana: a real Prometheus scrapes two routers
-during a load with faults, and then answers every query of every panel.
+"""Draws pictures of Grafana's dashboards (deploy/grafana) without Grafana. A real Prometheus scrapes two routers during
+a load with faults, and then answers every query of every panel.
 
-Nothing is measured here: the load is light, and the faults are chosen so that there is something to see. The report
-also lists the alerts that fired. Without faults no alert may fire.
+This scenario measures nothing: the load is light, and the faults are chosen so that the dashboards show something. The
+report also lists the alerts that fired. Without faults no alert may fire.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _SCHEDULES_S = (5, 15, 60)
 _ROUTERS, _PROCESSES, _NAMED_QUEUES = 2, 2, 20
 _SCRAPE_S, _POINTS, _STEP_S_MIN = 5, 200, 0.5
 _TURN_S = 0.25
-# The shares of jobs that are delayed, of jobs that fail, of failures that are permanent, of calls that are repeated,
-# and of consumers' turns that take longer than their leases.
+# Shares: how many of the jobs are delayed, how many of the jobs fail, how many of the failures are permanent, how many
+# of the calls are repeated, and how many of the consumers' turns take longer than their leases.
 _DELAYED, _FAILED, _DEADLY, _REPEATED, _LATE = 0.1, 0.02, 0.3, 0.03, 0.01
 _WINDOW_S, _SHORT_WINDOW_S, _CALL_S, _PAUSE_S = 30.0, 2.0, 5.0, 0.5
 _READY_S_MAX = 60.0
@@ -128,7 +128,7 @@ async def _router(stage: Stage, target: str) -> Servers:
 
 
 async def _move(stage: Stage) -> None:
-    """Has the balancer move the org."""
+    """Pins the org to the other shard, so that the balancer moves the org there."""
     async with catalog_of(read(stage.cluster_file.path)) as database:
         await pins.pin(database, OrgId(_ORG), pins.OnShard(ShardName(_OTHER_SHARD)))
 
@@ -138,7 +138,7 @@ async def _move(stage: Stage) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Story:
-    """Causes the events of the run. Each comes when a fixed share of the run is over."""
+    """Causes the events of the run. Each event happens when a fixed share of the run is over."""
 
     plan: Plan
     stage: Stage
@@ -155,7 +155,8 @@ class Story:
         return (time.monotonic() - self.began_s) / self.plan.seconds
 
     async def run(self) -> None:
-        """Causes one event after another. Even in a short run, each fault ends before the next one begins."""
+        """Causes the events. A router process is killed while consumers pause. Each of the later faults ends before the
+        next fault begins, even in a short run."""
         self.working.set()
         if not self.plan.faults:
             await self._at(1.0)
@@ -213,7 +214,7 @@ def _load(clients: Sequence[windrow.Client], story: Story) -> Iterator[Coroutine
 
 
 async def _again(turn: Callable[[], Awaitable[None]]) -> None:
-    """Repeats the turn until this task is cancelled. The metrics show calls that fail."""
+    """Repeats the turn until this task is cancelled. Ignores calls that fail, because the metrics show them."""
     while True:
         try:
             await turn()
@@ -228,7 +229,7 @@ async def _produce(client: windrow.Client, queue: str, per_s: float, luck: rando
         luck.uniform(5, 60) if luck.random() < _DELAYED else None for _ in range(int(now * _TURN_S + luck.random()))
     ]
     jobs = [NewJob(queue, "work", *stamped(1), delay=delay) for delay in delays]
-    # A few calls are sent twice, as a producer does after a call whose answer was lost.
+    # Send a few calls twice, as a producer does if the answer to a call was lost.
     for _ in range(2 if luck.random() < _REPEATED else 1):
         if jobs:
             await client.enqueue_many(jobs)
@@ -250,7 +251,7 @@ async def _consume(client: windrow.Client, queue: str, luck: random.Random, stor
 
 
 async def _work_long(client: windrow.Client, story: Story) -> None:
-    """Holds the lease of one job for a fifth of the run. An org's move waits for it."""
+    """Holds the lease of one job for a fifth of the run. The org's move waits until this lease ends."""
     await client.enqueue(_LONG, "export")
     jobs = await client.dequeue(_LONG, visibility_window=_WINDOW_S, wait=1.0)
     ends = story.share + 0.2
@@ -265,7 +266,7 @@ async def _work_long(client: windrow.Client, story: Story) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """An alert that fired: for what, and from when to when."""
+    """An alert that fired. `about`: the labels that say what the alert is about."""
 
     name: str
     about: str
@@ -346,8 +347,8 @@ def lines_of(series: Sequence[tuple[str, Any]], began_unix: float, step_s: float
 
 
 def points_of(values: Sequence[tuple[float, str]], began_unix: float, step_s: float) -> Points:
-    """Returns points over the seconds since the beginning. There is a gap where values are missing, or are not finite
-    numbers."""
+    """Returns points over the seconds since the beginning. The line has a gap where values are missing, or are not
+    finite numbers."""
     points: list[tuple[float, float]] = []
     for at, text in values:
         at_s, value = at - began_unix, float(text)

@@ -55,7 +55,7 @@ _FILLS: Mapping[str, str] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     jobs: int = 1_000_000
-    # The jobs of each call, and the calls of each run.
+    # How many jobs each call has, and how many calls each run has.
     batch: int = 10
     calls: int = 1000
     runs: int = 5

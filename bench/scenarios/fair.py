@@ -30,7 +30,7 @@ from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 _PATIENCE_S = 60.0
 _SMALL_ORGS = 50
-# If there is a backlog, all places are taken, and each millisecond one place becomes free.
+# If there is a backlog, all places are taken, and about one place becomes free in each millisecond.
 _HANDLER_S = 0.1
 _PLACES = 100
 _PRODUCERS = 20
@@ -73,7 +73,7 @@ class Beside(enum.Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     seconds: float = 60.0
-    # Jobs of the large org.
+    # How many jobs the large org has.
     backlog: int = 1_000_000
     orgs: int = 100_000
     jobs: int = 20_000
@@ -148,7 +148,7 @@ async def _pickup(plan: Plan, bench: Bench, stage: Stage, run: int, *, beside: B
             elif arrived_s > measured_s:
                 waited_ms.append((arrived_s - _TIME.unpack(job.payload)[0]) * _MS)
             await asyncio.sleep(_HANDLER_S)
-            # gRPC allows only one write at the same time. The run may have ended the stream meanwhile.
+            # gRPC allows only one write at the same time. While this task waited, the run may have ended the stream.
             async with writing:
                 if call.done():
                     return
@@ -171,7 +171,7 @@ async def _pickup(plan: Plan, bench: Bench, stage: Stage, run: int, *, beside: B
 
         async def produce_large() -> None:
             while True:
-                # More jobs than the consumers can finish, so the backlog grows.
+                # These are more jobs than the consumers can finish, so the backlog grows.
                 await _enqueue(stub, large, queue, 10)
                 await asyncio.sleep(1.0)
 

@@ -26,8 +26,8 @@ from windrow import uuid7
 from windrow.v1 import admin_pb2, admin_pb2_grpc, queue_pb2, queue_pb2_grpc
 
 _WARM = 50
-# Inserts jobs of one group that wait. The triggers are disabled meanwhile: otherwise they would give the group's only
-# slot to the first of these jobs, although a leased job has that slot.
+# Inserts jobs of one group, which wait. The triggers are disabled meanwhile: otherwise the triggers would give the
+# group's only slot to the first of these jobs, although a leased job has that slot.
 _FILL = """
 INSERT INTO windrow.job (id, queue_id, kind, payload, priority, run_at, visible_at, group_key)
 SELECT

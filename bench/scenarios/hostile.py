@@ -55,7 +55,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attacked:
-    """The result of one attack. Times are in seconds since it began."""
+    """The result of one attack. Times are in seconds since the attack began."""
 
     attack: Attack
     outcome: AttackOutcome
@@ -67,7 +67,7 @@ class Attacked:
     before: Times | None
     during: Times | None
     after: Times | None
-    # The quiet org's calls that failed, by the name of their status.
+    # How many calls of the quiet org failed, by the name of their status.
     failed: Counter[str]
     # How many router processes ended.
     died: int

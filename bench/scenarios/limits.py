@@ -31,7 +31,7 @@ _PROCESSES = 2
 _CONNECTIONS = 8
 _CALLERS = 4
 _PATIENCE_S = 60.0
-# Pairs: a number of jobs, and the interval in seconds for which it is the limit.
+# The limits, as pairs: the number of jobs that are admitted in an interval, and the length of this interval in seconds.
 _RATES = ((1000, 10), (100, 1), (10, 60))
 # The amount of a limit that is never reached.
 _FAR = 10**12
@@ -63,7 +63,7 @@ class Admitted:
 class Cost:
     batch: int
     run: int
-    # Jobs a second.
+    # Jobs a second: without limits, and under limits that are never reached.
     without: float
     under_limits: float
 
@@ -130,7 +130,7 @@ async def _admitted(plan: Plan, bench: Bench, both: Sequence[Servers]) -> list[A
         await asyncio.sleep(1.0)
         bench.say(f"enqueueing against {len(producers)} limits for {plan.seconds:g} s, after their buckets are empty")
         tasks = [asyncio.create_task(one.run()) for one in producers]
-        # The buckets are full at first.
+        # The buckets are full at first. Wait until each limit has refused a job.
         while not all(one.refused_at_s for one in producers):
             await asyncio.sleep(0.1)
             for task in tasks:
@@ -162,8 +162,8 @@ async def _admitted(plan: Plan, bench: Bench, both: Sequence[Servers]) -> list[A
 
 
 async def _changes(plan: Plan, bench: Bench, both: Sequence[Servers]) -> list[float]:
-    """For one org after another that had no limit, sets a limit of one job a day. Returns how long after each change a
-    job was still admitted."""
+    """Sets a limit of one job a day for one org after another. These orgs had no limit before. Returns how long after
+    each change a job was still admitted."""
     bench.say(f"changing a limit {plan.changes} times")
     async with AsyncExitStack() as stack:
         channels = [await _channel(stack, servers) for servers in both for _ in range(_CONNECTIONS)]

@@ -39,8 +39,8 @@ from windrow.v1 import admin_pb2, admin_pb2_grpc
 
 _PRODUCER, _WORKER = 0, 1
 _WARM_S = 3.0
-# While a producer is further behind than this, it skips the jobs that become due: the system then cannot handle the
-# load.
+# While a producer is behind by more than this time, the system cannot handle the load, and the producer skips the jobs
+# that become due.
 _LATE_S_MAX = 5.0
 _FINISH_S_MAX = 20.0
 _OVERLOAD = 1.5
@@ -69,7 +69,7 @@ class Plan:
     # The disturbances in `beside` with which peers are measured too.
     peers_beside: tuple[Beside, ...] = (Beside.SNAPSHOT,)
     jobs_per_s: int = 2000
-    # The jobs that one call stores, and the jobs that a worker may fetch at once.
+    # How many jobs one call stores, and how many jobs a worker may fetch at once.
     batch: int = 10
     fetch: int = 100
     workers: int = 8
@@ -87,7 +87,6 @@ class Phase:
     name: str
     began_s: float
     ended_s: float
-    # How many jobs were stored.
     stored: int
 
 
@@ -100,7 +99,7 @@ class Sample:
     # The waits in the last quarter of the disturbance.
     last: Waits | None
     left: int
-    # The p99 of each second.
+    # For each second, the p99 of the waits of the jobs that were due in this second.
     p99: list[tuple[float, float]]
     archived: Archived | None
 

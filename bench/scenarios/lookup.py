@@ -52,7 +52,7 @@ CROSS JOIN LATERAL (SELECT at.ms, timestamptz 'epoch' + at.ms * interval '1 ms' 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     days: int = 30
-    # The jobs of each day and retention.
+    # How many jobs finished on each day with each retention.
     jobs: int = 100_000
     # Retentions in days. Each retention has partitions of its own.
     retentions: tuple[int, ...] = (RETENTION_DEFAULT,)
@@ -65,7 +65,7 @@ class Plan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     call: str
-    # The times of the calls in ms.
+    # How long each call took, in ms.
     took: list[float]
 
 
@@ -176,15 +176,15 @@ def _calls(shard: _Shard, channel: grpc.aio.Channel) -> dict[str, tuple[Callable
         "ListJobs, the large org's of any day": (lambda: any_page(_LARGE), lists),
         "ListJobs, a small org's of any day": (lambda: any_page(small()), lists),
         "ListJobs, a small org's that are in no such state": (lambda: cancelled(small()), lists),
-        # The large org has no such jobs, so the search reads all of its jobs. That takes long, so this kind of call
-        # comes last.
+        # The large org has no jobs in this state, so the search reads all of its jobs. This takes long, so this kind of
+        # call comes last.
         "ListJobs, the large org's that are in no such state": (lambda: cancelled(_LARGE), 5),
     }
 
 
 async def _fill(plan: Plan, bench: Bench, dsn: str) -> _Shard:
-    """Inserts finished jobs of `plan.days` days, which are turned cold, and of the two days after them, which are
-    not."""
+    """Inserts finished jobs of `plan.days` days, and turns these days cold. Also inserts finished jobs of the two days
+    that follow, and does not turn these two cold."""
     database = Database(ShardName("s1"), dsn, connections=1, may_scan=True)
     await database.open()
     try:
@@ -215,7 +215,7 @@ async def _turn_cold(database: Database, day: Day) -> None:
             await turn_cold(database, day)
             return
         except InUse:
-            # Autovacuum may hold the lock, because it has found the newly filled tables.
+            # Autovacuum may hold the lock, because it vacuums the tables that were just filled.
             if not tries_left:
                 raise
 

@@ -41,7 +41,7 @@ Weights = Mapping[ShardName, float]
 class Plan:
     shards: tuple[int, ...] = (10, 30, 100, 300, 1000)
     orgs: int = 10_000_000
-    # The live jobs of the whole cluster, and how many jobs a second one shard can give away or receive.
+    # How many live jobs the whole cluster has, and how many jobs a second one shard can give away or receive.
     jobs: int = 100_000_000
     rate: float = 10_000.0
 
@@ -53,7 +53,7 @@ class Change:
     shards: int
     what: str
     moved: int
-    # The fewest slots that could move: those that shards hold in excess of their shares.
+    # The smallest number of slots that must move: the slots that shards hold in excess of their shares.
     least: int
     # The largest difference in slots between two shards of the same weight, before and after the change.
     apart: tuple[int, int]
@@ -64,12 +64,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The loads of the least and the most loaded shard, of shards with equal weights, as shares of the mean."""
+    """The loads of the least and the most loaded shard, as shares of the mean load. All shards have the same weight."""
 
     shards: int
     slots: tuple[float, float]
     orgs: tuple[float, float]
-    # By the names of _TAILS.
+    # The keys are those of _TAILS.
     jobs: Mapping[str, tuple[float, float]]
     # How many orgs have a load above _PINNED_ABOVE, and the loads of the shards without these orgs.
     pinned: Mapping[str, int]
@@ -81,9 +81,9 @@ class Population:
     """The load of each slot."""
 
     orgs: array[int]
-    # By the names of _TAILS.
+    # The keys are those of _TAILS.
     jobs: Mapping[str, array[float]]
-    # For the orgs with the most jobs: their jobs, and their slots.
+    # The orgs with the most jobs: how many jobs each org has, and the org's slot.
     largest: Mapping[str, list[tuple[float, int]]]
 
 
@@ -116,7 +116,7 @@ async def populate(orgs: int, bench: Bench) -> Population:
     jobs = {tail: array("d", bytes(SLOTS * array("d").itemsize)) for tail in _TAILS}
     largest: dict[str, list[tuple[float, int]]] = {tail: [(0.0, 0)] * _PINNED_MAX for tail in _TAILS}
     for first in range(0, orgs, _ORGS_A_TURN):
-        # Let the loop run, so that Ctrl-C can end this.
+        # Let the event loop run, so that Ctrl-C can end this function.
         await asyncio.sleep(0)
         for n in range(first, min(orgs, first + _ORGS_A_TURN)):
             slot = slot_of(OrgId(f"org-{n}"))

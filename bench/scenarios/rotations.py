@@ -43,16 +43,16 @@ _ISSUER, _AUDIENCE = "https://issuer.bench", "bench"
 _ALGORITHM = "Ed25519"
 # Routers ask clients to connect again when a connection has this age, so that clients see new certificates.
 _CONNECTION_AGE_S = 10
-# Routers follow a file within 2 s. The issuer begins to sign with a key when the key has been published for
-# _PUBLISHED_S, and publishes the key for _KEPT_S after the last signature with it.
+# Routers notice a changed file within 2 s. The issuer signs with a key only after the key has been published for
+# _PUBLISHED_S. The key stays published for _KEPT_S after the last signature.
 _PUBLISHED_S, _KEPT_S = 3.0, 2.0
-# Routers read a changed file only after two looks at which it was the same; the looks are 0.5 s apart. Therefore this
-# is the shortest time between two replacements of a file.
+# Routers look at a file every 0.5 s. After a change, they read the file only when two looks in a row have found the
+# same state. Therefore this is the shortest time between two replacements of a file.
 _FILE_PAUSE_S = 1.3
 _LANES = 25
 _WARM_S = 3.0
-# The run fails if a router still accepts a replaced key or shows a replaced certificate after the first time, or if the
-# last jobs take longer than the second time.
+# The run fails if a router still accepts a replaced key, or shows a replaced certificate, _EFFECT_S_MAX after the
+# replacement. The run also fails if the last jobs take longer than _DRAIN_S_MAX.
 _EFFECT_S_MAX, _DRAIN_S_MAX = 15.0, 60.0
 _LOOK_S = 0.05
 _CALL_S_MAX = 10.0
@@ -70,8 +70,8 @@ class Plan:
 
 @dataclass(slots=True, kw_only=True)
 class Rotated:
-    """The rotations of one kind of proof. `effect_s`: how long after each rotation routers still accepted the old
-    proof, or did not yet show the new certificate."""
+    """The rotations of one kind of proof. `effect_s`: how long routers still accepted the old proof after each
+    rotation, or how long they did not yet show the new certificate."""
 
     sort: str
     rotations: int = 0
@@ -84,7 +84,7 @@ class Load:
 
     stored: set[int] = field(default_factory=set[int])
     handled: Counter[int] = field(default_factory=Counter[int])
-    # The times of the enqueues in ms.
+    # How long each enqueue took, in ms.
     enqueues: list[float] = field(default_factory=list[float])
     failed: Counter[str] = field(default_factory=Counter[str])
     seconds: float = 0.0
@@ -151,7 +151,7 @@ class _Issuer:
         return gone
 
     def _signing(self) -> OKPKey:
-        """The newest key that all routers know."""
+        """Returns the newest key that all routers know."""
         known = [key for at_s, key in self._keys if at_s + _PUBLISHED_S < time.monotonic()]
         return known[-1] if known else self._keys[0][1]
 
@@ -167,7 +167,7 @@ class _Certificate:
         self._key = key
 
     def rotate(self) -> int:
-        """Replaces the certificate. Returns the serial number of the new one."""
+        """Replaces the certificate. Returns the serial number of the new certificate."""
         pair = self._authority.sign()
         pair.save(self._certificate, self._key)
         return x509.load_pem_x509_certificate(pair.certificate).serial_number

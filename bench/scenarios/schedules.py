@@ -74,7 +74,7 @@ class Late:
     p50_s: float
     p99_s: float
     last_s: float
-    # How many jobs a second the load enqueued meanwhile.
+    # How many jobs a second the load enqueued during this case.
     load_per_s: float
 
 
@@ -126,7 +126,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
 async def _create(
     channel: grpc.aio.Channel, stage: Stage, org: str, name: str, count: int, *, at_s: int, jitter_s: int = 0
 ) -> None:
-    """Creates `count` schedules of one org that fire once, at `at_s`."""
+    """Creates `count` schedules of one org. Each of them fires once, at `at_s`."""
     spec = schedules_pb2.ScheduleSpec(at=Timestamp(seconds=at_s), jitter=Duration(seconds=jitter_s))
     request = schedules_pb2.CreateScheduleRequest(
         org=org, name=name, spec=spec, job=job_pb2.JobTemplate(queue="due", kind="no-op", payload=bytes(200))
@@ -161,7 +161,7 @@ async def _due(
 
 
 async def _lateness(stage: Stage, like: str, jobs: int) -> list[float]:
-    """Waits until these jobs are stored. Returns how late each of them was."""
+    """Waits until these jobs are stored. Returns how late each job was."""
     (dsn,) = stage.dsns.values()
     deadline_s = time.monotonic() + _PATIENCE_S
     async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:

@@ -30,11 +30,11 @@ _WORKERS = 4
 _PLACES = 20
 _KIND = "no-op"
 _PAYLOAD = bytes(200)
-# Pairs: a number of jobs, and the interval in seconds for which it is the limit.
+# The limits, as pairs: the number of jobs that may start in an interval, and the length of this interval in seconds.
 _RATES = ((1000, 10), (100, 1), (10, 60))
 _IN_FLIGHT = 50
 _RUN_S = 0.05
-# The time until a bucket is really empty: while its first jobs start, it fills a little.
+# The bucket of a limit fills a little while its first jobs start. After this time the bucket is really empty.
 _REST_S = 2.0
 # The pause between two counts of leases.
 _LOOK_S = 0.1
@@ -177,7 +177,7 @@ async def _started(plan: Plan, bench: Bench, both: Sequence[Servers]) -> list[St
                 await _store(client, int(2 * amount + 2 * plan.seconds * amount / interval_s))
             seen.append(await stack.enter_async_context(_at_work(both, org, run_s=0)))
         bench.say(f"starting jobs under {len(seen)} limits for {plan.seconds:g} s, after their buckets are empty")
-        # The buckets are full at first.
+        # The buckets are full at first. Wait until each limit has let as many jobs start as its bucket holds.
         for one, (amount, _) in zip(seen, _RATES, strict=True):
             await one.until(amount)
         await asyncio.sleep(_REST_S)

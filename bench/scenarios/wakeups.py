@@ -145,8 +145,8 @@ async def measure(plan: Plan, bench: Bench) -> Found:
 
 
 async def _waited(near: _Router, far: _Router, prepare: _Prepare) -> float:
-    """Returns how long it took from the call until the consumer had the job, in ms. Each measurement uses a new org, so
-    that the other router has never met its queue."""
+    """Returns the time in ms from the call until the consumer had the job. Each measurement uses a new org, so that the
+    other router has never met the org's queue."""
     org = f"bench-{secrets.token_hex(6)}"
     act = await prepare(near, far, org)
 

@@ -27,7 +27,7 @@ from windrow.v1 import admin_pb2, admin_pb2_grpc, cause_pb2, queue_pb2, queue_pb
 _BAR_MS = 10.0
 _WARM = 50
 _LEASED = 200
-# From how many jobs of each of the _SORTS the calls choose.
+# The calls choose at random among this many jobs of each of the _SORTS.
 _SAMPLE = 1000
 # Nine of ten jobs are ready, and the other jobs are scheduled. All priorities occur. The oldest jobs come first.
 _FILL = """
@@ -66,7 +66,7 @@ class Plan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     call: str
-    # The times of the calls in ms.
+    # How long each call took, in ms.
     took: list[float]
 
 
@@ -163,7 +163,7 @@ def _fill(dsn: str, org: str, jobs: int) -> None:
 
 
 def _ids(dsn: str, org: str) -> dict[str, list[str]]:
-    """Returns the ids of some jobs of each sort."""
+    """Returns the ids of some jobs of each of the _SORTS."""
     with psycopg.connect(dsn, autocommit=True) as connection:
         queue_id = _queue_id(connection, org)
         return {

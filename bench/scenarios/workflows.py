@@ -42,7 +42,7 @@ _CASES: Mapping[str, int | None] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     jobs: int = 40_000
-    # The nodes of each workflow.
+    # How many nodes each workflow has.
     nodes: int = 5_000
     batch: int = 100
     runs: int = 5
@@ -59,8 +59,8 @@ class Life:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acks:
-    """The median time of a single ack of a node's parent: among the first tenth of these acks, and among the last
-    tenth."""
+    """Acks of single jobs, which all are parents of the same node. The median time of the first tenth of these acks,
+    and of the last tenth."""
 
     run: int
     first_ms: float
@@ -110,7 +110,7 @@ def _graph(org: str, nodes: int, parents: int) -> workflows_pb2.StartWorkflowReq
 
 
 async def _live(plan: Plan, channel: grpc.aio.Channel, parents: int | None) -> float:
-    """Stores all jobs, while consumers lease and ack them in batches. Returns jobs a second."""
+    """Stores all jobs, while consumers lease and ack them in batches. Returns how many jobs a second were acked."""
     org = f"bench-{secrets.token_hex(6)}"
     stub, workflows = queue_pb2_grpc.QueueStub(channel), workflows_pb2_grpc.WorkflowsStub(channel)
     requests = [] if parents is None else [_graph(org, plan.nodes, parents) for _ in range(plan.jobs // plan.nodes)]

@@ -1,5 +1,5 @@
-"""The upper limit for unary calls: exchanges the same messages with the same number of server processes, which only
-answer (bench/echo_server.py)."""
+"""The upper limit for unary calls. Exchanges the same messages with the same number of server processes, which do
+nothing but answer (bench/echo_server.py)."""
 
 from __future__ import annotations
 

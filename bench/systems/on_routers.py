@@ -18,7 +18,7 @@ _ORG_TRIES = 1000
 
 
 class OnRouters:
-    """A client process's connections, and the orgs of its run. Subclasses enqueue and work."""
+    """The connections of a client process, and the orgs of the process's run. Subclasses enqueue and work."""
 
     title: ClassVar[str]
     # The settings of each org's queue.

@@ -23,12 +23,12 @@ _METRICS = b"SELECT queue_length, total_messages FROM pgmq.metrics(%b)"
 _INSTALLED = b"SELECT to_regprocedure('pgmq.metrics(text)') IS NOT NULL"
 _EXISTS = b"SELECT count(*) > 0 FROM pgmq.meta WHERE queue_name = %b"
 _CREATE = b"SELECT pgmq.create(%b)"
-# A lock prevents that two client processes create the same thing at the same time.
+# This lock prevents two client processes from creating the same thing at the same time.
 _LOCK = b"SELECT pg_advisory_lock(hashtext('pgmq'))"
 _UNLOCK = b"SELECT pg_advisory_unlock(hashtext('pgmq'))"
 
 _VISIBLE_AGAIN_S = 30
-# How often the server looks for jobs, and after which time it answers that there are none.
+# The server looks for jobs every _POLL_MS. If it finds no jobs, it answers after _POLL_S_MAX.
 _POLL_MS = 5
 _POLL_S_MAX = 1
 
@@ -97,7 +97,7 @@ class Pgmq:
         read = [self._queue, _VISIBLE_AGAIN_S, batch]
         async with await psycopg.AsyncConnection.connect(self._dsn, autocommit=True, prepare_threshold=0) as connection:
             while True:
-                # The polling function takes rows one by one. Use it only if there is nothing to take now.
+                # The polling function takes rows one by one. Use the polling function only if no job can be taken now.
                 messages = await _all(connection, _READ, *read)
                 if not messages:
                     messages = await _all(connection, _POLL, *read, _POLL_S_MAX, _POLL_MS)

@@ -18,7 +18,7 @@ from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 _WAIT = Duration(seconds=20)
 _ACKS_MAX = 1000
 _CREDIT_MAX = 10_000
-# The most unanswered messages with acks on one stream: one is being answered while the other is on its way.
+# The most unanswered messages with acks on one stream. The router answers one message while the other is on its way.
 _UNANSWERED_MAX = 2
 
 
@@ -39,8 +39,8 @@ class Pulled(OnRouters):
     async def enqueue(self, payloads: Sequence[bytes]) -> None:
         request = queue_pb2.EnqueueRequest(org=next(self._turns))
         add = request.jobs.add
-        # Build the messages in place, as the client does. To make them first and copy them then would cost three times
-        # as much.
+        # Build the messages in place, as the client does. Making each message first and copying it afterwards would
+        # take three times as long.
         for payload in payloads:
             job = add()
             job.id = uuid7()
@@ -74,8 +74,8 @@ class Pulled(OnRouters):
 
 
 class RawStreams(Pulled):
-    """Each worker process has one Consume stream for each shard. The credit is ten times the jobs that are worked on at
-    the same time, because further jobs and acks are on their way."""
+    """Each worker process has one Consume stream for each shard. The credit is ten times the number of jobs on which
+    the process works at the same time, because further jobs and acks are on their way."""
 
     title: ClassVar[str] = "Windrow, raw streams"
 
@@ -101,13 +101,13 @@ class Unary(Pulled):
 
 
 class UnaryTls(Unary):
-    """Through routers that speak TLS."""
+    """Uses routers that speak TLS."""
 
     title: ClassVar[str] = "Windrow, a job a unary call, TLS"
 
 
 class UnarySecure(Unary):
-    """Through routers that speak TLS and require an API key."""
+    """Uses routers that speak TLS and require an API key."""
 
     title: ClassVar[str] = "Windrow, a job a unary call, TLS and a key"
 
@@ -119,10 +119,10 @@ async def consume(
     taken: Taken,
     finished: Finished,
 ) -> None:
-    """Consumes from one stream with a credit of `credit` jobs until it is cancelled.
+    """Consumes from one stream with a credit of `credit` jobs until this call is cancelled.
 
-    Acks wait until earlier acks are answered, and are then sent in one message. So under light load an ack is sent at
-    once, and under heavy load many acks are sent together. Windrow's own Worker does the same."""
+    Acks wait until earlier acks are answered, and are then sent in one message. Therefore an ack is sent at once under
+    light load, and many acks are sent together under heavy load. Windrow's own Worker does the same."""
     requests: asyncio.Queue[queue_pb2.ConsumeRequest] = asyncio.Queue()
     requests.put_nowait(queue_pb2.ConsumeRequest(start=start, credit=credit))
     unanswered: dict[int, int] = {}

@@ -55,7 +55,7 @@ class Windrow(OnRouters):
             raise Wrong("an enqueue stored less than it was given")
 
     def _group(self) -> str:
-        """Returns the group of the next job. Empty: it has none."""
+        """Returns the group of the next job. An empty text means that the job has no group."""
         return ""
 
     async def work(self, *, batch: int, concurrency: int, taken: Taken, finished: Finished) -> None:
@@ -95,31 +95,31 @@ class Windrow(OnRouters):
 
 
 class WindrowTraced(Windrow):
-    """Through routers that trace."""
+    """Uses routers that trace."""
 
     title: ClassVar[str] = "Windrow, 1 % of calls traced"
 
 
 class WindrowMeasured(Windrow):
-    """Through routers that serve metrics."""
+    """Uses routers that serve metrics."""
 
     title: ClassVar[str] = "Windrow, metrics"
 
 
 class WindrowTelling(Windrow):
-    """Through routers that trace and serve metrics."""
+    """Uses routers that trace and serve metrics."""
 
     title: ClassVar[str] = "Windrow, 1 % of calls traced, metrics"
 
 
 class WindrowTls(Windrow):
-    """Through routers that speak TLS."""
+    """Uses routers that speak TLS."""
 
     title: ClassVar[str] = "Windrow, TLS"
 
 
 class WindrowSecure(Windrow):
-    """Through routers that speak TLS and require an API key."""
+    """Uses routers that speak TLS and require an API key."""
 
     title: ClassVar[str] = "Windrow, TLS and a key"
 

@@ -14,7 +14,8 @@ from windrow.v1 import job_pb2
 _CALLS_MAX = 3
 # Some calls get such a short timeout that their answers are lost, although routers may execute the calls.
 _HASTY_S = 0.05
-# The share of the calls that are made late, when the lease may have ended; and after how many windows they are made.
+# The share of the calls that are made late, and after how many visibility windows these calls are made. The lease may
+# have ended by then.
 _LATE = 0.2
 _LATE_WINDOWS = (0.5, 2.0)
 
@@ -29,8 +30,8 @@ class Adder:
         self._group = group
 
     async def add(self, org: str, job: job_pb2.LeasedJob, luck: random.Random) -> bool:
-        """If the job is in a workflow, may add nodes; chance decides whether and which. Returns whether the caller must
-        not use the lease any more."""
+        """If the job is in a workflow, may add nodes to the workflow: chance decides whether, and which nodes. Returns
+        True if the caller must not use the lease any more."""
         if self._orders.calm.is_set() or not job.HasField("workflow"):
             return False
         node = str(leased(lease=job.lease, attempt=job.attempt, payload=job.payload)["job"])
@@ -38,7 +39,7 @@ class Adder:
             after_s = self._site.window_s * luck.uniform(*_LATE_WINDOWS)
             self._group.create_task(self._add_late(org, job, node, draw_added(node, luck), after_s))
             return True
-        # Several calls, each of which may name other nodes than the call before.
+        # Make several calls. Each call may name other nodes than the call before.
         for left in reversed(range(luck.randint(1, _CALLS_MAX))):
             nodes = draw_added(node, luck)
             if not nodes:

@@ -1,5 +1,5 @@
 """`python -m chaos.clients.canceller`: a worker that cancels its stream as soon as it has read jobs, and acks these
-jobs by separate calls. The leases of this worker hold until their windows end, although their stream has ended."""
+jobs by separate calls. The leases of this worker stay valid until their windows end, although the stream has ended."""
 
 from __future__ import annotations
 

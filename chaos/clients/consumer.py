@@ -12,8 +12,8 @@ from proof.clients.site import Orders, Site, main
 from windrow.v1 import queue_pb2_grpc
 
 _CHANNELS = 3
-# This many orgs have a stream in every process; they are the orgs with most of the jobs. Every other org has a stream
-# in one process.
+# The first orgs have most of the jobs. This many of them have a stream in every process, and every other org has a
+# stream in one process.
 _EVERYWHERE = 20
 
 

@@ -13,11 +13,11 @@ from proof.history import asked_to_start, payload_of
 from shard.workflow import WorkflowId, job_id_of
 
 _NODES_MAX = 12
-# The share of the nodes that wait for signals, and for how long these nodes wait.
+# The share of the nodes that wait for signals, and how long these nodes wait.
 _SIGNALS = 0.2
 _TIMEOUT_S = (1.0, 8.0)
-# How many signals such a node gets, and within how many seconds after the answer to the start of the workflow each
-# signal comes: early, around the end of the node's time, or later.
+# How many signals a node that waits gets. Each signal comes within one of these numbers of seconds after the start of
+# the workflow was answered: early, around the end of the node's wait, or later.
 _SIGNALS_EACH = (0, 1, 1, 2)
 _GIVEN_S = (0.5, 5.0, 10.0)
 
@@ -31,7 +31,7 @@ class Signal(NamedTuple):
 
 
 def draw(org: str, luck: random.Random) -> tuple[windrow.Workflow, list[dict[str, object]]]:
-    """Returns a workflow, and how the history records it."""
+    """Returns a workflow, and the form in which the history records the workflow."""
     flow = windrow.Workflow("chaos")
     asked: list[dict[str, object]] = []
 

@@ -53,7 +53,7 @@ def _worker(
             about_to(Verb.RELEASE)
             raise
         except windrow.WindrowError as error:
-            # It is unknown whether the job waits for nodes. If the job waits, this nack changes nothing.
+            # It is unknown whether the job waits for the nodes. If the job waits, this nack changes nothing.
             after_s = luck.uniform(0.0, NACK_DELAY_S_MAX)
             about_to(Verb.NACK, after_s)
             raise windrow.Retry("chaos", after=after_s) from error
@@ -75,8 +75,8 @@ def _worker(
 async def _add(
     job: windrow.Job, workflow: windrow.WorkflowNode, org: str, recorder: Recorder, luck: random.Random
 ) -> None:
-    """May add nodes to the job's workflow; chance decides whether. Raises Waiting if the job then waits for these
-    nodes, and WindrowError if that is unknown."""
+    """May add nodes to the job's workflow: chance decides whether. Raises Waiting if the job then waits for these
+    nodes. Raises WindrowError if it is unknown whether the job waits."""
     node = str(leased(lease=job.lease, attempt=job.attempt, payload=job.payload)["job"])
     added = draw_added(node, luck)
     if not added:

@@ -47,7 +47,7 @@ class Poller:
                     by_fate[draw(luck, calm=self._orders.calm.is_set())].append(job.lease)
             await asyncio.gather(*(self._settle(fate, org, leases, luck) for fate, leases in by_fate.items()))
             if not jobs:
-                # Also pause if no router answers, so as not to flood the routers with calls.
+                # Also pause if no router answers. Otherwise this process would flood the routers with calls.
                 await self._orders.pause(luck.uniform(0.0, 0.1))
 
     async def _settle(self, fate: Fate, org: str, leases: list[bytes], luck: random.Random) -> None:

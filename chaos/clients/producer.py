@@ -24,7 +24,7 @@ _EVERY_S = 0.15
 _CALLS_MAX = 200
 _TRIES_MAX = 20
 _TIMEOUT_S, _TRY_S = 6.0, 2.0
-# Most delayed jobs have a short delay. Some wait so long that their slot moves meanwhile.
+# Most delayed jobs have a short delay. Some jobs wait so long that their slot may move meanwhile.
 _DELAY_S_MAX, _LONG_DELAY_S_MAX = 4.0, 20.0
 _KEYS = 40
 _KEY_WINDOW_S = 86_400.0
@@ -42,8 +42,8 @@ class Producer:
         self._client = windrow.Client(
             site.address, org=self._orgs[0], timeout=_TIMEOUT_S, try_timeout=_TRY_S, channels=3, create_spans=False
         )
-        # Acknowledged jobs, without and with a dedup key. The answer to an enqueue with a dedup key may name another
-        # job, which has the same key.
+        # `_recent`: acknowledged jobs without a dedup key. `_keyed`: acknowledged jobs with a dedup key. For these, the
+        # answer to the enqueue may name another job with the same key.
         self._recent: deque[tuple[str, windrow.NewJob]] = deque(maxlen=_REMEMBERED)
         self._keyed: deque[tuple[str, windrow.NewJob]] = deque(maxlen=_REMEMBERED)
 
@@ -92,7 +92,8 @@ class Producer:
             await self._cancel(org, job.id)
 
     async def _probe(self) -> None:
-        """Waits for the command, and then enqueues one job for each org. At that time no fault is active."""
+        """Waits for the command `probe`, and then enqueues one job for each org. The command comes when no fault is
+        active."""
         over = asyncio.create_task(self._orders.over.wait())
         probe = asyncio.create_task(self._orders.probe.wait())
         await asyncio.wait({over, probe}, return_when=asyncio.FIRST_COMPLETED)

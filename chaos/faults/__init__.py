@@ -43,8 +43,8 @@ _KINDS: tuple[type[Fault], ...] = (
     operators.DrainShard,
     operators.ChangeWeight,
     operators.PinOrg,
-    # RestoreBackup comes last: faults that are run alone are run in this order, and clients may notice the effects of
-    # RestoreBackup for a long time.
+    # RestoreBackup comes last, because clients may notice its effects for a long time. The faults that are run alone
+    # are run in this order.
     backups.RestoreBackup,
 )
 FAULTS: Mapping[str, type[Fault]] = {kind.name: kind for kind in _KINDS}

@@ -24,11 +24,11 @@ from shard.vocabulary import OrgId
 
 _BACKUP, _REPLACED = "windrow_backup", "windrow_replaced"
 _AGE_S = (2.0, 8.0)
-# How many of the busiest orgs are used, so that there are jobs to lose.
+# The fault chooses three orgs among this many of the busiest orgs, so that jobs are lost.
 _ORGS = 4
-# The share of the copies during which the workers are stopped, and how long before the copy they are stopped.
+# In this share of the runs, the workers are stopped while the copy is made. They are stopped this long before the copy.
 _BACKLOG_SHARE, _BACKLOG_S = 0.5, 3.0
-# Routers learn every 3 s which marks the catalog has confirmed.
+# The pause before the replacement. Routers learn every 3 s which marks the catalog has confirmed.
 _LEARN_S = (5.0, 10.0)
 # In this share of the runs, a move is under way when the database is replaced.
 _UNDER_WAY_SHARE = 0.6
@@ -45,9 +45,9 @@ _KILLED_S = (0.5, 2.5)
 
 
 class RestoreBackup(Fault):
-    """Replaces a shard's database by an old copy. Since the copy was made, jobs were stored, leased and settled on the
-    shard, one org left it, and another org arrived. A third org may be moving. Routers refuse the shard until an
-    operator accepts the loss. Then the stray jobs are moved to the shards of their orgs."""
+    """Replaces a shard's database by an old copy. After the copy is made, jobs are stored, leased and settled on the
+    shard, one org leaves the shard, and another org arrives. A third org may be moving. Routers refuse the shard until
+    an operator accepts the loss. Then the stray jobs are moved to the shards of their orgs."""
 
     name = "restore-backup"
     # How long routers refuse the shard before an operator begins to accept the loss.
@@ -62,8 +62,9 @@ class RestoreBackup(Fault):
 
     @classmethod
     def targets(cls, cast: Cast) -> Sequence[str]:
-        # The first shard cannot be used, because its database also has the catalog. The marks in the catalog would go
-        # back in time too, so nobody would notice the loss. The last shard of three or more may have a small disk.
+        # Do not choose the first shard, because its database also has the catalog. The marks in the catalog would go
+        # back in time too, so nobody would notice the loss. Do not choose the last shard of three or more, because it
+        # may have a small disk.
         return shards(cast)[1:2]
 
     @property
@@ -77,8 +78,8 @@ class RestoreBackup(Fault):
         source, target = self.luck.sample([self.target, other], 2)
         await asyncio.gather(self._move(leaves, self.target), self._move(comes, other), self._move(moves, source))
         if self.luck.random() < _BACKLOG_SHARE:
-            # Let some jobs wait when the copy is made. These jobs leave the shard later, with their org. After the
-            # replacement they are on the shard again.
+            # Stop the workers, so that some jobs wait when the copy is made. These jobs leave the shard later, with
+            # their org. After the replacement they are on the shard again.
             self._send(signal.SIGSTOP)
             await asyncio.sleep(_BACKLOG_S)
         await self._copy()
@@ -92,7 +93,7 @@ class RestoreBackup(Fault):
         self.stage.say(f"{self.target} is as it was {self._swapped_s - self._copied_s:.1f} s ago")
         heard = asyncio.Event()
         self._asking = asyncio.create_task(self._ask(heard))
-        # If no router refuses the shard, the checker reports this.
+        # If no router refuses the shard, continue: the checker reports this.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REFUSED_S_MAX):
                 await heard.wait()
@@ -120,7 +121,7 @@ class RestoreBackup(Fault):
                 told=self._told,
             )
         for org in self.orgs:
-            # If this fails, the org stays where it is, which does no harm.
+            # If this move fails, the org stays where it is, which does no harm.
             with contextlib.suppress(ShardUnavailable, SlotMoves):
                 match self.luck.randrange(3):
                     case 0:
@@ -133,8 +134,8 @@ class RestoreBackup(Fault):
     # ── Before ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _move(self, org: str, there: str, *, to_its_end: bool = True) -> None:
-        """Moves the org to a shard. Waits until the move is complete; without `to_its_end`, only until new jobs are
-        stored on that shard."""
+        """Moves the org to a shard. Waits until the move is complete. If `to_its_end` is False, waits only until that
+        shard stores the org's new jobs."""
         await pin(self.stage, org, there)
         give_up_s = time.monotonic() + _MOVED_S_MAX
         async with open_catalog(self.stage) as database:
@@ -224,7 +225,7 @@ async def _end(process: Process) -> None:
 
 
 def _read(shard: Shard, database: str) -> Version:
-    """Reads a database of the shard that nobody uses."""
+    """Reads a database on the shard's server that no router uses."""
     dsn = shard.dsn_of(database)
     return Version(
         rows=list(tables.rows_in(dsn, shard.name)),

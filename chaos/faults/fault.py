@@ -1,4 +1,4 @@
-"""The base of all faults: each does something to a target for a while, and then undoes it."""
+"""The base of all faults. Each fault does something to a target for a while, and then undoes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Fault(abc.ABC):
     """
 
     name: ClassVar[str]
-    # Whether the fault is chosen at random. If not, it is run once, alone, at the end.
+    # Whether the fault is chosen at random. If this is False, the fault is run once at the end, without other faults.
     drawn: ClassVar[bool] = True
     # How often the fault is chosen, relative to the others.
     weight: ClassVar[float] = 1.0
@@ -29,7 +29,7 @@ class Fault(abc.ABC):
     # Whether the fault is run once more at the end, without other faults. The checker then knows which effects of the
     # fault clients may notice.
     alone: ClassVar[bool] = False
-    # The orgs that the fault affects; known after inject(). Empty: it affects all orgs equally.
+    # The orgs that the fault affects; known after inject(). Empty: the fault affects all orgs equally.
     orgs: Sequence[str] = ()
     # The database that the fault restored; known after an operator has accepted it. None: there is none.
     restored: Restored | None = None
@@ -46,12 +46,12 @@ class Fault(abc.ABC):
 
     @classmethod
     def missing(cls, stage: Stage) -> str | None:
-        """Returns what this machine or release lacks for the fault; None if it lacks nothing."""
+        """Returns what this machine or release lacks for the fault. Returns None if nothing is missing."""
         return None
 
     @abc.abstractmethod
     async def inject(self) -> None:
-        """Begins the fault. Returns when it has begun, not when it is over."""
+        """Begins the fault. Returns when the fault has begun, not when the fault is over."""
 
     @abc.abstractmethod
     async def heal(self) -> None:
@@ -62,8 +62,8 @@ def shards(cast: Cast) -> list[str]:
     return [f"s{number}" for number in range(1, cast.shards + 1)]
 
 
-# The target of faults on connections to the catalog. These connections have proxies of their own, apart from those of
-# the shard that has the catalog.
+# The target of faults on connections to the catalog. These connections have proxies of their own, which are not the
+# proxies of the shard that has the catalog.
 CATALOG = "catalog"
 
 
@@ -72,7 +72,7 @@ def routers(cast: Cast) -> list[str]:
 
 
 def pid_of(stage: Stage, target: str) -> int | None:
-    """Returns the current process of this router or balancer; None while it is being restarted."""
+    """Returns the current process of this router or balancer. Returns None while the process is being restarted."""
     if target in stage.balancers.names:
         return stage.balancers.pid(target)
     pids = sorted(stage.routers.pids)

@@ -46,7 +46,7 @@ class FillDisk(Fault):
     async def _fill_again_and_again(self) -> None:
         assert self.stage.disk is not None
         while not self._enough:
-            # Also take the room that the server frees.
+            # Also fill the space that the server frees.
             await asyncio.to_thread(self.stage.disk.fill)
             await asyncio.sleep(0.1)
 

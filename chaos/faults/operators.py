@@ -27,8 +27,8 @@ _LOOK_S = 0.1
 
 
 class _EntryChange(Fault):
-    """Changes what the cluster file says about one shard. Routers get a signal only sometimes. Without a signal, they
-    must notice the change themselves."""
+    """Changes what the cluster file says about one shard. Routers get a signal about the change only sometimes. Without
+    a signal, they must notice the change themselves."""
 
     @classmethod
     def targets(cls, cast: Cast) -> Sequence[str]:
@@ -44,7 +44,7 @@ class _EntryChange(Fault):
 
 
 class DrainShard(_EntryChange):
-    """Drains a shard, so that its slots move to other shards. Later undoes this, so that they move back."""
+    """Drains a shard, so that its slots move to other shards. Later undoes this, so that the slots move back."""
 
     name = "drain-shard"
     seconds = (3.0, 25.0)
@@ -54,8 +54,8 @@ class DrainShard(_EntryChange):
 
 
 class ChangeWeight(_EntryChange):
-    """Changes a shard's weight, so that slots move to the shard or away from it. Later undoes this, so that they move
-    back."""
+    """Changes a shard's weight, so that slots move to the shard or away from it. Later undoes this, so that the slots
+    move back."""
 
     name = "change-weight"
     weight = 2.0
@@ -92,7 +92,7 @@ class PinOrg(Fault):
         if not self._pinning.cancelled():
             self._pinning.result()
         if self.luck.random() < 0.5:
-            # If this fails, the org stays pinned, which does no harm.
+            # If the call fails, the org stays pinned, which does no harm.
             with contextlib.suppress(ShardUnavailable):
                 await unpin(self.stage, self.target)
 
@@ -131,7 +131,7 @@ class FreezeRouterInMove(FreezeServer):
                 writer = await self._writer(org)
 
     async def _writer(self, org: str) -> str | None:
-        """Returns the shard that takes the org's new jobs; None if the catalog does not answer now."""
+        """Returns the shard that takes the org's new jobs. Returns None if the catalog does not answer now."""
         with contextlib.suppress(ShardUnavailable):
             async with open_catalog(self.stage) as database:
                 return (await catalog.read(database)).placement(OrgId(org)).writes[0]
@@ -139,8 +139,8 @@ class FreezeRouterInMove(FreezeServer):
 
 
 class BreakClusterFile(Fault):
-    """Replaces the cluster file by a wrong one, which every process must refuse, and later restores it. All processes
-    must continue to work as before."""
+    """Replaces the cluster file by a wrong file, which every process must refuse. Later restores the old file. All
+    processes must continue to work as before."""
 
     name = "break-cluster-file"
 
@@ -160,8 +160,8 @@ class BreakClusterFile(Fault):
             case 0:
                 return file.text.replace("[[shard]]", "[[shrad]]", 1)
             case 1:
-                # The file ends within a quoted text, as if the disk was full. If the file were cut off at another
-                # place, before [router], it could be valid.
+                # Cut the file off within a quoted text, as if the disk was full. A file that is cut off at another
+                # place, before [router], could be valid.
                 return file.text[: file.text.rindex("dsn = ") + 12]
             case 2:
                 return file.text.replace("state = 'active'", "state = 'activ'").replace("'draining'", "'drained'")
@@ -190,8 +190,8 @@ class BreakClusterFile(Fault):
 
 
 async def pin(stage: Stage, org: str, shard: str) -> None:
-    """Pins an org. Tries again for a while if its hash slot moves, or if the catalog does not answer. Raises SlotMoves
-    and ShardUnavailable."""
+    """Pins an org. Tries again for a while if the org's hash slot moves, or if the catalog does not answer. Raises
+    SlotMoves and ShardUnavailable."""
     give_up_s = asyncio.get_running_loop().time() + _PIN_S_MAX
     while True:
         try:

@@ -16,7 +16,8 @@ from windrow.v1 import admin_pb2, queue_pb2
 _ENQUEUE = "/windrow.v1.Queue/Enqueue"
 _CONSUME = "/windrow.v1.Queue/Consume"
 _LIST_JOBS = "/windrow.v1.Admin/ListJobs"
-# The time of an attack. It is longer than any fault lasts, because an attack ends when the fault is healed.
+# The longest time of an attack. It is longer than any fault lasts, so that an attack ends only when the fault is
+# healed.
 _SECONDS_MAX = 60.0
 _BUSY_ORGS = 5
 _STREAMS_OF_ORG = 4
@@ -45,7 +46,7 @@ class _HostilePeers(Fault):
         if self._attack is not None:
             self._attack.cancel()
             ended: object = (await asyncio.gather(self._attack, return_exceptions=True))[0]
-            # A router that was killed meanwhile refuses connections.
+            # Ignore OSError: a router that was killed meanwhile refuses connections.
             if isinstance(ended, Exception) and not isinstance(ended, OSError):
                 raise ended
 
@@ -55,7 +56,8 @@ class _HostilePeers(Fault):
 
 
 class SlowReaders(_HostilePeers):
-    """Streams that lease jobs of the busiest orgs, and calls with long answers; the client reads neither."""
+    """Opens streams that lease jobs of the busiest orgs, and makes calls with long answers. Reads neither the streams
+    nor the answers."""
 
     name = "slow-readers"
 
@@ -77,7 +79,7 @@ class SlowReaders(_HostilePeers):
 
 
 class UnfinishedRequests(_HostilePeers):
-    """Large requests whose last byte never comes."""
+    """Sends large requests without their last byte."""
 
     name = "unfinished-requests"
 
@@ -95,7 +97,7 @@ class UnfinishedRequests(_HostilePeers):
 
 
 class RapidResets(_HostilePeers):
-    """Calls that are opened and reset at once, thousands a second."""
+    """Opens calls and resets them at once, thousands a second."""
 
     name = "rapid-resets"
 

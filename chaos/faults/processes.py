@@ -1,4 +1,4 @@
-"""Killed, frozen and restarted processes: routers, balancers, workers, producers."""
+"""Faults that kill, freeze or restart processes: routers, balancers, workers, producers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class RestartRouter(_EndRouter):
     process replaces it."""
 
     name = "restart-router"
-    # In this time the router's clients connect again.
+    # The fault lasts this long, so that the router's clients connect again.
     seconds = (2.0, 4.0)
     signal = signal.SIGTERM
     alone = True
@@ -94,7 +94,7 @@ class KillBalancer(_OfBalancers, _EndServer):
 
 
 class FreezeBalancer(_OfBalancers, FreezeServer):
-    """Freezes a balancer, sometimes for so long that another balancer leads when it continues."""
+    """Freezes a balancer, sometimes for so long that another balancer leads when the frozen balancer continues."""
 
     name = "freeze-balancer"
     weight = 1.5

@@ -1,5 +1,5 @@
-"""Faults of Postgres servers: they are killed or frozen, a backend crashes them, they have no connections left, they
-fail over, or rows stay locked."""
+"""Faults of Postgres servers: servers are killed or frozen, a backend crashes a server, a server has no free
+connections, a server fails over, or rows stay locked."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class _AgainAndAgain(_ShardFault):
     async def heal(self) -> None:
         self.over = True
         if self._doing is not None:
-            # Wait, because a thread cannot be cancelled: it would continue while the fault is healed.
+            # Wait for the thread: it cannot be cancelled, and would continue while the fault is healed.
             await self._doing
 
     async def _go_on(self) -> None:
@@ -140,7 +140,7 @@ class ExhaustConnections(_AgainAndAgain):
 
     def do(self) -> None:
         self.primary.ask(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {_OURS}")
-        # An error ends this loop when the server has no connection left.
+        # When the server has no free connection, an error ends this loop.
         while not self.over:
             self._taken.append(psycopg.connect(self.primary.cluster.dsn, connect_timeout=5))
 
@@ -165,7 +165,8 @@ class FailOver(_ShardFault):
 
     async def inject(self) -> None:
         shard = self.stage.shards[self.target]
-        # Make sure that the standby has everything that was acknowledged. Failover tools promote only such a standby.
+        # Make sure that the standby has everything that was acknowledged. Failover tools promote only a standby that
+        # has everything.
         await until(
             lambda: shard.is_synchronous, f"{self.target} has a synchronous standby", within_s=_SYNCHRONOUS_S_MAX
         )
@@ -205,8 +206,8 @@ class LockRows(_ShardFault):
         return psycopg.connect(self.primary.cluster.dsn, connect_timeout=5)
 
     def _lock(self, session: psycopg.Connection[tuple[object, ...]], find: LiteralString, lock: LiteralString) -> None:
-        """Locks rows of one queue, until enough rows are locked. Looks again and again, because most leased jobs are
-        acked soon."""
+        """Locks rows of one queue, until enough rows are locked. Looks for rows again and again, because most leased
+        jobs are acked soon."""
         queue: object = None
         locked: set[object] = set()
         for _ in range(_LOOKS_MAX):

@@ -117,7 +117,7 @@ func (p *riverPeer) work(ctx context.Context, _, _ int, report *report) error {
 	if err != nil {
 		return err
 	}
-	// These events come after the database has the completion.
+	// River sends these events after the database has recorded the completion.
 	events, _ := client.SubscribeConfig(&river.SubscribeConfig{
 		ChanSize: eventsMax,
 		Kinds:    []river.EventKind{river.EventKindJobCompleted},
@@ -134,7 +134,7 @@ func (p *riverPeer) work(ctx context.Context, _, _ int, report *report) error {
 	}
 	<-ctx.Done()
 	err = client.Stop(context.WithoutCancel(ctx))
-	// Stop closes the channel after the last event.
+	// client.Stop() closes the channel after the last event.
 	<-told
 	return err
 }

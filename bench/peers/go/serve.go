@@ -1,7 +1,7 @@
 package main
 
-// The loop of a peer written in Go: frames in, frames out, until standard input ends. ../wire.py describes
-// the frames, and ../python/serve.py says what a peer must do.
+// The loop of a peer written in Go. It reads and writes frames until standard input ends. ../wire.py describes the
+// frames, and ../python/serve.py says what a peer must do.
 
 import (
 	"bufio"
@@ -36,9 +36,9 @@ type peer interface {
 	open(ctx context.Context, dsn string, connections int) error
 	// Makes an empty queue. Another process may have made it already.
 	prepare(ctx context.Context, run string) error
-	// Stores jobs by one call of the system. Their transaction has committed when this returns.
+	// Stores jobs by one call of the system. Returns after their transaction has committed.
 	enqueue(ctx context.Context, payloads []string) error
-	// Runs the system's own consumer until ctx ends. Then it finishes the jobs that it has begun.
+	// Runs the system's own consumer until ctx ends. Then the consumer finishes the jobs that it has begun.
 	work(ctx context.Context, batch, concurrency int, report *report) error
 	// Returns the jobs of the last prepared run that are left, accepted and finished.
 	counts(ctx context.Context) (left, accepted, finished int, err error)
@@ -65,7 +65,7 @@ func (r *report) taken(payload string) {
 	r.mutex.Unlock()
 }
 
-// finished is called when this number of further jobs have finished in the database.
+// finished is called when this number of further jobs has finished in the database.
 func (r *report) finished(jobs int) {
 	r.mutex.Lock()
 	r.done += uint32(jobs)

@@ -6,8 +6,8 @@ const { Logger, makeWorkerUtils, run, runMigrations } = await load("graphile-wor
 const { default: pg } = await load("pg");
 
 const CONCURRENT_JOBS = 24;
-// The local queue holds this many batches. The performance page lets 24 workers have 500 jobs at once. Our batches are
-// only as large as callers are ready to wait for.
+// The local queue holds this many batches. With batches of 100 jobs, these are the 500 jobs that the performance page
+// has.
 const LOCAL_QUEUE_BATCHES = 5;
 // Adds jobs as graphile-worker's own performance test does. The library's addJobs() would fetch every row that it made.
 const ADD_JOBS = {

@@ -1,4 +1,4 @@
-// pg-boss with LISTEN/NOTIFY and workers that fetch on while batches are full. See ../README.md.
+// pg-boss with LISTEN/NOTIFY. After a full batch, a worker fetches the next batch at once. See ../README.md.
 
 import { load, serve } from "./serve.mjs";
 
@@ -21,7 +21,7 @@ class Peer {
 
   async prepare({ run }) {
     this.run = run;
-    // Use a table of its own: in the common table, the rows of earlier runs would slow this run down.
+    // Give the queue a table of its own: in the common table, the rows of earlier runs would slow this run down.
     await this.boss.createQueue(run, { notify: true, partition: true });
   }
 
@@ -32,7 +32,7 @@ class Peer {
   async work({ batch, concurrency }, report) {
     this.report = report;
     const options = {
-      // With a batch size of 1, a worker would sleep after each job instead of fetching on.
+      // With a batch size of 1, a worker would sleep after each job.
       batchSize: Math.max(batch, 2),
       localConcurrency: concurrency,
       burstWhenBatchFull: true,

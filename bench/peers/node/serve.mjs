@@ -1,5 +1,5 @@
-// The loop of a peer written for node: frames in, frames out, until standard input ends. ../wire.py describes
-// the frames, and ../python/serve.py says what a peer must do.
+// The loop of a peer written for node. It reads and writes frames until standard input ends. ../wire.py describes the
+// frames, and ../python/serve.py says what a peer must do.
 
 import { createRequire } from "node:module";
 import { Socket } from "node:net";
@@ -31,14 +31,14 @@ class Report {
   #finished = 0;
   #planned = null;
 
-  /** A handler has this job now. */
+  /** Reports that a handler has this job now. */
   taken(payload) {
     this.#times.push(process.hrtime.bigint());
     this.#payloads.push(payload);
     this.#plan();
   }
 
-  /** This number of further jobs have finished in the database. */
+  /** Reports that this number of further jobs has finished in the database. */
   finished(jobs) {
     this.#finished += jobs;
     this.#plan();

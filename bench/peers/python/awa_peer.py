@@ -13,16 +13,16 @@ import psycopg
 from bench.peers.python.serve import Report, serve
 
 # The workers of this process. A worker is busy until its job has finished in the database, so there must be many. With
-# this number or more, awa writes over four connections at the same time.
+# at least this number of workers, awa writes over four connections at the same time.
 _WORKERS = 512
 _CLAIM_JOBS_MAX = 512
 _CONNECTIONS = 20
 # If nothing has happened for this long, the peer asks the database whether jobs are left.
 _QUIET_S = 0.01
-# The first worker of a new installation would do this, but producers need it earlier.
+# The first worker of a new installation would run this statement, but producers need its effect earlier.
 _ACTIVATE = b"SELECT awa.storage_auto_finalize_if_fresh('awa')"
-# Counts like awa's exact counts, but reads only the small tables. These suffice, because this benchmark retries and
-# deletes no job.
+# Counts like awa's exact counts, but reads only the small tables. These tables suffice, because this benchmark retries
+# and deletes no job.
 _COUNTS = b"""
 SELECT
     (SELECT coalesce(sum(awa.sequence_next_value(seq_name) - 1), 0) FROM awa.queue_enqueue_heads WHERE queue = %s),

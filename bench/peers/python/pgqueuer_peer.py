@@ -14,7 +14,7 @@ from pgqueuer.queries import Queries  # type: ignore[import-not-found]
 
 from bench.peers.python.serve import Report, serve
 
-# About how many jobs a process works on at the same time. More consumers would only slow each other down.
+# A process works on about this many jobs at the same time. More consumers would only slow each other down.
 _AT_A_TIME = 100
 
 

@@ -1,4 +1,4 @@
-"""The loop of a peer written in Python: frames in, frames out, until standard input ends."""
+"""The loop of a peer written in Python. Reads and writes frames until standard input ends."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Report:
         self._planned: asyncio.TimerHandle | None = None
 
     def taken(self, payload: str) -> None:
-        """A handler has this job now."""
+        """Reports that a handler has this job now."""
         self._times_ns.append(time.monotonic_ns())
         self._payloads.append(payload.encode())
         self._plan()
 
     def finished(self, jobs: int) -> None:
-        """This number of further jobs have finished in the database."""
+        """Reports that this number of further jobs has finished in the database."""
         self._finished += jobs
         self._plan()
 
@@ -67,11 +67,12 @@ class Peer(Protocol):
         ...
 
     async def enqueue(self, payloads: list[str]) -> None:
-        """Stores jobs by one call of the system. Their transaction has committed when this returns."""
+        """Stores jobs by one call of the system. Returns after their transaction has committed."""
         ...
 
     async def work(self, batch: int, concurrency: int, report: Report) -> None:
-        """Runs the system's own consumer until rest() is called. Then it finishes the jobs that it has begun."""
+        """Runs the system's own consumer until rest() is called. Then the consumer finishes the jobs that it has
+        begun."""
         ...
 
     def rest(self) -> None: ...

@@ -1,5 +1,5 @@
-"""How clients were affected while the cluster grew: computed from what they recorded, and from looks at the catalog.
-Pure."""
+"""Computes how the growth of the cluster affected clients, from what the clients recorded and from looks at the
+catalog. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.pickups import Pickup, Waits
 from bench.times import Times, due_between, times
 from proof.history import Call, History, Outcome, Verb
 
-# The jobs of one call.
+# How many jobs one call has.
 BATCH = 10
 # How many orgs are watched, and their share of all jobs. A watched org gets calls all the time, with one job per call.
 _WATCHED = 16
@@ -49,7 +49,7 @@ class Seen:
 
     @classmethod
     def of(cls, history: History, *, since_s: float) -> Self:
-        """Returns only the records of what was due after `since_s`."""
+        """Returns only the records of calls and jobs that were due after `since_s`."""
         calls = [call for call in history.calls if call.due_s >= since_s]
         return cls(
             calls=calls,
@@ -60,7 +60,8 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What the catalog says about slots: how many the added or drained shard writes, and how many are moving."""
+    """What the catalog says about slots. `written`: how many slots store new jobs on the shard that is added or
+    drained. `moving`: how many slots are moving."""
 
     at_s: float
     written: int
@@ -70,22 +71,22 @@ class Look:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseFigures:
     phase: Phase
-    # Jobs a second, by the time at which they were due.
+    # How many jobs a second were stored. Only jobs that were due in this phase count.
     stored_per_s: float
-    # How long jobs waited for a worker, from the time at which they were due to be stored; and from the answer to their
-    # enqueue.
+    # How long jobs waited for a worker. `pickup` counts from the time at which a job was due to be stored, and
+    # `dequeue` from the answer to its enqueue.
     pickup: Waits | None
     dequeue: Waits | None
     enqueue: Times | None
     # The number of failed calls, plus the failures that the workers logged.
     failed: int
-    # Failed tries that the client repeated, by their gRPC code.
+    # How many failed tries the client repeated, by their gRPC code.
     retries: Mapping[str, int]
-    # The longest time for which a watched org had no successful enqueue: among orgs whose slots move, and among the
+    # The longest time for which a watched org had no successful enqueue: for the orgs whose slots move, and for the
     # other orgs.
     gap_moved_s: float
     gap_stayed_s: float
-    # The longest enqueue: among orgs whose slots move, and among the other orgs.
+    # The longest enqueue: for the orgs whose slots move, and for the other orgs.
     longest_moved_s: float
     longest_stayed_s: float
 
@@ -130,8 +131,9 @@ def figures(seen: Seen, phase: Phase, *, moved: Collection[str], watched: Collec
 
 
 def longest_gap_s(calls: Iterable[Call], phase: Phase, orgs: Collection[str]) -> float:
-    """Returns the longest time between two successful enqueues of one of these orgs that overlaps the phase. Infinity:
-    an org had no successful enqueue before the phase began, or none after the phase ended. NaN: `orgs` is empty."""
+    """Returns the longest time that one of these orgs spent between two successful enqueues. Only times that overlap
+    the phase count. Infinity: an org had no successful enqueue before the phase began, or none after the phase ended.
+    NaN: `orgs` is empty."""
     ends: defaultdict[str, list[float]] = defaultdict(list)
     for call in calls:
         if call.verb is Verb.ENQUEUE and call.outcome is Outcome.OK and call.ended_s is not None:

@@ -1,8 +1,8 @@
 """`python -m bench.scenarios.grow.producer`: enqueues with the Python client at a steady pace, for all orgs, without
 waiting for earlier calls.
 
-A few orgs are watched: they get calls all the time, which shows for how long an org cannot enqueue. At its end, the
-process first waits for the calls that are under way.
+A few orgs are watched: they get calls all the time, which shows for how long an org cannot enqueue. Before the process
+ends, it waits for the calls that are under way.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Producer:
                 jobs = [new_job(org) for _ in range(count)]
                 await enqueue(self._client.for_org(org), self._recorder, jobs, due_s=due_s)
             except windrow.WindrowError:
-                # The history has recorded the error.
+                # Do nothing: the history has recorded the error.
                 pass
 
 

@@ -26,9 +26,9 @@ def code_of(error: WindrowError) -> str:
 
 @contextmanager
 def overheard(recorder: Recorder) -> Generator[None, None, None]:
-    """Records each failed try that the client repeats by itself. The client does not report these tries, so the
-    client's functions that decide about them are wrapped. Also records the failures that a worker logs, such as a lost
-    lease or a late ack."""
+    """Records each failed try that the client repeats by itself. The client does not report these tries. Therefore this
+    function wraps the client's functions that decide whether to repeat a try. Also records the failures that a worker
+    logs, such as a lost lease or a late ack."""
 
     def note(verb: Verb, code: str) -> None:
         recorder.end(recorder.begin(verb, "", None), Outcome.UNKNOWN, code=code)
@@ -55,8 +55,8 @@ def overheard(recorder: Recorder) -> Generator[None, None, None]:
 
 
 class _Listener(logging.Handler):
-    """Records the worker's warnings, except for those of `Connectivity`: they are about calls that the worker
-    repeats."""
+    """Records the worker's warnings. Leaves out the warnings of `Connectivity`, because these are about calls that the
+    worker repeats."""
 
     def __init__(self, note: Callable[[], None]) -> None:
         super().__init__(logging.WARNING)

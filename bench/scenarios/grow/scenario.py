@@ -64,7 +64,7 @@ _LATER = timedelta(days=1)
 _FILL_CALLS = 16
 _FILL_JOBS_MAX = 1000
 _WARM_S, _WARM_S_MAX = 5.0, 120.0
-# The workers keep up while the jobs that are stored but not taken yet are no more than this many seconds of load.
+# The workers keep up while the jobs that they have not taken yet are at most the load of this many seconds.
 _BEHIND_S = 0.5
 _LOOK_S = 0.5
 # If no move of a slot has made progress for this long, the moves are stuck.
@@ -106,7 +106,7 @@ class Course:
     looks: list[Look] = field(default_factory=list[Look])
     # For each phase: the CPU use of each kind of process, in cores.
     cores: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
-    # The shard of each slot: with two shards, with three, and after one was drained.
+    # The shard of each slot: before the growth, after the growth, and after the drain.
     owners: list[list[str]] = field(default_factory=list[list[str]])
 
     def phase(self, name: str) -> Phase:
@@ -282,7 +282,8 @@ async def _looking(stage: Stage, shard: str, course: Course) -> AsyncGenerator[N
 
 
 async def _until_moved(course: Course, wanted: int, bench: Bench) -> None:
-    """Waits until the shard has `wanted` slots, and nothing moves. Raises Wrong if nothing has moved for _STUCK_S."""
+    """Waits until the shard has `wanted` slots, and no slot is moving. Raises Wrong if the moves make no progress for
+    _STUCK_S."""
     moved_s, seen, said_s = time.monotonic(), (-1, -1), 0.0
     while True:
         await asyncio.sleep(_LOOK_S)
@@ -338,7 +339,8 @@ class Moved:
     name: str
     slots: int
     jobs: int
-    # Seconds from the change of the file, and from the first slot that moves, until the last slot is at rest.
+    # How long it takes until the last slot is at rest. `seconds` counts from the change of the file, and `moving_s`
+    # from the time at which the first slot moves.
     seconds: float
     moving_s: float
 
@@ -362,7 +364,7 @@ def moved(course: Course, name: str, before: Sequence[str], after: Sequence[str]
 
 
 def demands(found: Sequence[PhaseFigures], moves: Sequence[Moved], verdict: Verdict) -> list[Demand]:
-    """Returns the conditions that must hold, each with whether it holds."""
+    """Returns the conditions that must hold, and says for each condition whether it holds."""
     by_name = {one.phase.name: one for one in found}
     before = by_name["before"]
     grown = moves[0]
@@ -397,7 +399,7 @@ def _ratio(waits: Waits | None, before: Waits | None, label: str) -> float:
         return math.nan
     above: float = getattr(waits, label)
     below: float = getattr(before, label)
-    # There is no ratio to a wait of 0.
+    # A ratio to a wait of 0 is not defined.
     return above / below if below else math.nan
 
 

@@ -1,5 +1,5 @@
-"""`python -m bench.scenarios.grow.worker`: runs a `windrow.Worker` for each of its orgs. The handlers only record which
-jobs they got. The process ends when all jobs that its workers have are acked."""
+"""`python -m bench.scenarios.grow.worker`: runs a `windrow.Worker` for each org of this process. The handlers only
+record which jobs they got. Before the process ends, its workers ack all jobs that they have."""
 
 from __future__ import annotations
 

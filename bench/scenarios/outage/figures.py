@@ -28,11 +28,11 @@ class Strike:
 
     sort: Sort
     shard: str
-    # Calls from this time until the kill are the calls before the kill.
+    # The phase before the kill begins at this time.
     began_s: float
     killed_s: float
-    # The time at which the restart of Postgres, or the promotion of its standby, was ordered; and the time at which
-    # Postgres was up again.
+    # `back_s`: the time at which the restart of Postgres, or the promotion of its standby, was ordered. `up_s`: the
+    # time at which Postgres was up again.
     back_s: float
     up_s: float
     ended_s: float
@@ -41,20 +41,21 @@ class Strike:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     strike: Strike
-    # The times of calls of orgs on other shards: before the kill, while the shard was away, and while it came back.
+    # The times of calls of orgs on other shards: before the kill, while the shard was down, and after the restart or
+    # the promotion was ordered.
     before: Times | None
     away: Times | None
     back: Times | None
-    # For calls of the orgs on other shards, by verb: the times before the kill, and while the shard was away.
+    # The times of calls of orgs on other shards, by verb: before the kill, and while the shard was down.
     by_verb: Mapping[str, tuple[Times | None, Times | None]]
     # How many calls of the other orgs failed after the kill.
     others_failed: int
-    # For calls of the shard's own orgs: the time from the kill to the first UNAVAILABLE. Then the longest wait for an
-    # answer, of the calls that were due before the restart; a wait begins at the kill, or when the call was due if that
-    # was later.
+    # For calls of the shard's own orgs. `first_refused_s`: the time from the kill to the first UNAVAILABLE. `silent_s`:
+    # the longest wait for an answer among the calls that were due before the restart. A wait begins at the kill, or
+    # when the call was due, whichever is later.
     first_refused_s: float
     silent_s: float
-    # The answers after the kill that are neither OK nor UNAVAILABLE, by code.
+    # How many answers after the kill were neither OK nor UNAVAILABLE, by code.
     odd: Mapping[str, int]
     # The time from the order to restart or promote until every org of the shard was served, with no failed call
     # afterwards.
@@ -130,7 +131,7 @@ def outcome(strike: Strike, calls: Iterable[Call], homes: Mapping[str, str]) -> 
 
 
 def _served_s(strike: Strike, mine: Iterable[Call], orgs: Iterable[str]) -> float:
-    """Returns infinity if an org had no successful call after its last failed call."""
+    """Computes `Outcome.served_s`. Returns infinity if an org had no successful call after its last failed call."""
     served = dict.fromkeys(orgs, math.inf)
     for call in sorted(mine, key=_ended_s):
         if call.outcome is not Answered.OK:
@@ -141,7 +142,7 @@ def _served_s(strike: Strike, mine: Iterable[Call], orgs: Iterable[str]) -> floa
 
 
 def _ended_s(call: Call) -> float:
-    """Returns the time at which the call ended, or infinity if it was never answered."""
+    """Returns the time at which the call ended, or infinity if the call was never answered."""
     return math.inf if call.ended_s is None else call.ended_s
 
 

@@ -1,8 +1,8 @@
-"""Measures how an outage of one shard affects its own orgs and all other orgs. While calls come in at a steady pace, a
-shard's Postgres is killed and started again, or it is killed and its standby takes over.
+"""Measures how an outage of one shard affects the orgs on this shard and all other orgs. While calls come in at a
+steady pace, a shard's Postgres is killed and started again, or it is killed and its standby takes over.
 
-The calls are those of the generated stubs, without retries: each answer of a router counts. At the end, every job whose
-enqueue was answered OK must be in the tables.
+The clients call the generated stubs and retry nothing, because the scenario judges each answer of a router. At the end,
+every job whose enqueue was answered OK must be in the tables.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from windrow.v1 import admin_pb2, admin_pb2_grpc
 
 _SHARDS = 3
 _WARM_S = 3.0
-# How long a primary is dead before its standby is promoted. In practice, that decision takes time.
+# How long a primary is dead before its standby is promoted. In practice, the decision to promote takes time.
 _NOTICE_S = 1.0
 # Within this time, routers load a changed cluster file and connect. They look at the file twice a second.
 _TAKEN_UP_S = 5.0
@@ -59,8 +59,8 @@ class Plan:
     # Each turn is an enqueue, a dequeue and an ack.
     turns_per_s: int = 300
     orgs: int = 30
-    # The seconds of calls before each kill, and the seconds for which a shard is away before it is started again. Calls
-    # continue for half as long after the shard's return.
+    # How long calls run before each kill. A shard that is restarted is first down for the same time. After the restart
+    # or the promotion, calls continue for half of this time and for _RESTARTED_S_MAX or _FAILED_OVER_S_MAX.
     seconds: float = 10.0
     routers: int = 2
 
@@ -107,7 +107,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
 
 
 def demands(outcomes: Sequence[Outcome], verdict: Verdict) -> list[Demand]:
-    """Returns the conditions that must hold, each with whether it holds."""
+    """Returns the conditions that must hold, and says for each condition whether it holds."""
     restarts = [one for one in outcomes if one.strike.sort is Sort.RESTART]
     fail_overs = [one for one in outcomes if one.strike.sort is Sort.FAIL_OVER]
     return [

@@ -38,10 +38,11 @@ SELECT a.application_name, array_agg(a.pid) FROM pg_stat_activity a WHERE a.datn
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
     seconds: float
-    # CPU seconds of the whole server, and of all processes of the crew together.
+    # CPU seconds: of the whole Postgres server, and of all processes of the crew together.
     postgres_s: float
     parts_s: float
-    # The statements in one database, without the benchmark's own. NaN: this server does not count statements.
+    # How many statements ran in one database, without the benchmark's own statements. NaN: this server does not count
+    # statements.
     statements: float
 
     def __sub__(self, before: Spent) -> Spent:
@@ -95,7 +96,7 @@ class Crew:
         return [process.pid for process in self.processes]
 
     async def one(self, at: int, verb: str, **order: object) -> Any:
-        """Orders one process, and returns its answer. Raises Wrong."""
+        """Sends an order to one process, and returns the answer. Raises Wrong."""
         process = self.processes[at]
         assert process.stdin is not None
         assert process.stdout is not None
@@ -132,7 +133,7 @@ async def open_crew(
     server: Server, database: str, parts: str, *, count: int, processes: int, **order: object
 ) -> AsyncGenerator[tuple[Crew, Spent], None]:
     """Runs `count` parts of the kind `parts` in `processes` processes, which all begin at the same time. Yields the
-    crew, and what it took to make the parts."""
+    crew, and what the making of the parts cost."""
     shares = [count * (at + 1) // processes - count * at // processes for at in range(processes)]
     orders = [json.dumps({"parts": parts, "count": share, **order}) for share in shares if share]
     postgres_s = cpu.of_trees([server.cluster.pid or 0])[0]
@@ -159,6 +160,6 @@ def _backends(application: str, pids: Sequence[int]) -> Backends:
 
 
 def _memory(pid: int) -> dict[str, int]:
-    """Returns KiB by the names in smaps_rollup (see proc(5))."""
+    """Returns the values of smaps_rollup (see proc(5)) in KiB, by their names."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     return {name: int(size.split()[0]) for name, _, size in (line.partition(":") for line in lines)}

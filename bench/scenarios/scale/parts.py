@@ -1,7 +1,7 @@
 """`python -m bench.scenarios.scale.parts`: runs parts of many router processes in one process. The parts use the
 catalog and shards as a router does, over real connections. There is no gRPC, and there are no clients.
 
-The first line of its input names the parts. The process prints `ready`, and how many seconds and CPU seconds it took to
+The first line of the input names the parts. The process prints `ready`, and how many seconds and CPU seconds it took to
 make the parts. Then the process answers each further line with a line of JSON. It ends when its input ends.
 """
 
@@ -59,8 +59,8 @@ class Parts(Protocol):
 
 
 class Copies:
-    """Copies of the catalog, of which each router process has one. `told` returns the epochs that the copies have seen,
-    each with the time at which a copy had it."""
+    """Copies of the catalog. Each copy stands for the copy of one router process. `told` returns the epochs that the
+    copies have seen, each with the time at which a copy saw the epoch."""
 
     def __init__(self, *, dsn: str, count: int, shards: Sequence[str]) -> None:
         self._weights = {ShardName(name): 1.0 for name in shards}
@@ -96,8 +96,9 @@ class Copies:
 
 
 class Bells:
-    """Doorbells of one shard: each router process has one. `told` returns how many µs each ring took. To make this
-    possible, a ring has the microsecond at which it was requested in the place of a queue's name."""
+    """Doorbells of one shard. Each doorbell stands for the doorbell of one router process. `told` returns how many µs
+    each ring took. To make this possible, a ring contains the time at which it was requested, in µs, instead of a
+    queue's id."""
 
     def __init__(self, *, dsn: str, count: int) -> None:
         self._database = Database(ShardName("shard"), dsn, connections=2)
@@ -141,8 +142,8 @@ class Bells:
 
 
 class Fleets:
-    """Fleets: each router process has one. Each can have a consumer of one queue. `told` returns how many µs jobs took
-    to reach a consumer."""
+    """Fleets. Each fleet stands for the fleet of one router process, and can have a consumer of one queue. `told`
+    returns how many µs jobs took to reach a consumer."""
 
     def __init__(self, *, config: str, count: int, connections: int) -> None:
         cluster = read_cluster(Path(config))
@@ -182,7 +183,7 @@ class Fleets:
             self._running.append(asyncio.create_task(consumer.serve()))
 
     async def enqueue(self, *, per_s: float, seconds: float) -> int:
-        """Stores single jobs through the first fleet. Returns how many."""
+        """Stores single jobs through the first fleet. Returns how many jobs it stored."""
         jobs = 0
         async for _ in _paced(per_s, seconds):
             new = NewJobs(org=ORG, ids=[uuid7()], queues=[QUEUE], kinds=["no-op"], payloads=[b"%d" % _now_us()])
@@ -229,20 +230,20 @@ class _Sink:
 
 
 def _now_us() -> int:
-    # The same clock in all processes of a machine.
+    # All processes of a machine have the same monotonic clock.
     return time.monotonic_ns() // 1000
 
 
 def _thinned(late_us: list[int]) -> dict[str, object]:
-    """Returns how many values there are, and at most _VALUES_MAX of them with the same distribution. Not all values are
-    returned, because an answer should be one short line."""
+    """Returns the number of values, and at most _VALUES_MAX of the values, which have the same distribution as all
+    values. An answer should be one short line, so it cannot contain all values."""
     late_us.sort()
     step = -(-len(late_us) // _VALUES_MAX) or 1
     return {"count": len(late_us), "late_us": late_us[step - 1 :: step]}
 
 
 async def _paced(per_s: float, seconds: float) -> AsyncGenerator[None]:
-    """Yields `per_s` times a second. If it is late, it yields without a pause until it has caught up."""
+    """Yields `per_s` times a second. If the generator is late, it yields without a pause until it has caught up."""
     began_s = time.monotonic()
     for turn in range(round(per_s * seconds)):
         await asyncio.sleep(max(0.0, began_s + turn / per_s - time.monotonic()))

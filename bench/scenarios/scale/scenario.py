@@ -48,7 +48,7 @@ from shard.vocabulary import CATALOG, Micros, ShardName, Slot
 _SEEN_S_MAX = 10.0
 _LOOK_S = 0.05
 _CHANGE_S = 2.0
-# The share of a measurement's time for which the catalog is read, for each of three kinds of read.
+# Each of the three kinds of read of the catalog is repeated for at least this share of the plan's `seconds`.
 _READ_SHARE = 0.3
 
 
@@ -58,13 +58,13 @@ class Plan:
     # shard.
     shards: int = 1000
     routers: int = 200
-    # The connections of each router process for the queue of the one shard. The default of 4 would need 600 more
+    # How many connections each router process has for the queue of the one shard. The default of 4 would need 600 more
     # backends.
     connections: int = 1
     # How many processes the parts are divided among.
     processes: int = 4
     changes: int = 12
-    # The rings a second of all router processes together, and how many router processes listen.
+    # How many times a second all router processes together ring, and how many router processes listen.
     rings: tuple[int, ...] = (10, 50, 100)
     listeners: tuple[int, ...] = (2, 50, 200)
     # Jobs a second. All router processes but one have a consumer of the queue.
@@ -156,7 +156,7 @@ async def _changes(copies: Crew, steps: AsyncGenerator[int], plan: Plan) -> list
             await asyncio.sleep(_LOOK_S)
             for seen in await copies.all("told"):
                 late_ms += [(at_s - began_s) * 1000 for number, at_s in seen if number >= epoch]
-        # Give all changes the same length, so that the cost of an idle cluster's reads can be subtracted.
+        # Measure each change for the same time, so that the cost of an idle cluster's reads can be subtracted.
         await asyncio.sleep(max(0.0, began_s + _CHANGE_S - time.monotonic()))
         spent = await copies.spent() - before
         found.append(Change(seen=len(late_ms), late_ms=sorted(late_ms), spent=spent))
@@ -231,7 +231,7 @@ async def _bells(plan: Plan, bench: Bench, server: Server) -> list[Bell]:
                 spent = await bells.spent() - before
                 told = await bells.all("told")
                 late_us = sorted(late for one in told for late in one["late_us"])
-                # Every doorbell but the one that rang hears a ring.
+                # Each ring is heard by every doorbell except the one that rang.
                 rings = sum(one["count"] for one in told) / (listeners - 1)
                 found.append(Bell(listeners=listeners, rings=rings, late_us=late_us, spent=spent))
                 p99_ms = percentile(late_us, 0.99) / 1000

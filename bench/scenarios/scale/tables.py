@@ -1,4 +1,4 @@
-"""The figures of the scenario, and the costs of a cluster of the full size that are calculated from them. Pure."""
+"""The figures of the scenario. Also calculates from them the costs of a cluster of the full size. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.scenarios.scale.crew import Backends, Spent
 from bench.spread import percentile
 from proof.table import Table
 
-# How many connections for the queue of each shard a router process has by default (router/settings.py).
+# The default number of connections that a router process has for the queue of each shard (router/settings.py).
 _CONNECTIONS = 4
 
 
@@ -27,8 +27,8 @@ class Read:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change of one slot: how many copies of the catalog saw it, after how many ms, and what was spent in the two
-    seconds after the change."""
+    """A change of one slot: how many copies of the catalog saw the change, after how many ms they saw it, and what was
+    spent in the two seconds after the change."""
 
     seen: int
     late_ms: Sequence[float]
@@ -47,7 +47,8 @@ class Bell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enqueued:
-    """Jobs that a process without consumers stored, and after how many µs they reached a consumer elsewhere."""
+    """Jobs that a process without consumers stored, and how many µs each job took to reach a consumer of another
+    process."""
 
     jobs: int
     late_us: Sequence[int]
@@ -74,7 +75,7 @@ class Member:
 
     @property
     def pss_mib(self) -> float:
-        """The memory of a backend that its router has never used."""
+        """The memory of a backend whose connection the router has never used."""
         return median(backends.pss_mib for backends in self.backends if backends.application == "windrow")
 
 
@@ -112,7 +113,7 @@ class Catalog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    # The size of the cluster that the figures are about.
+    # The size of the cluster for which the costs are calculated.
     shards: int
     processes: int
     catalog: Catalog
@@ -158,7 +159,7 @@ class Figures:
         share = self.processes / self.member.count
         idle, waiting = self.member.idle, self.member.waiting
         bell = max(self.bells, key=lambda bell: (bell.listeners, bell.rings))
-        # A short run may take less CPU time than the kernel's tick.
+        # A short run may take less CPU time than the kernel's tick, and then the measured time is 0.
         core_rings = f"{bell.rings / bell.spent.postgres_s:,.0f}" if bell.spent.postgres_s else "not measured"
         rows = [
             ("connections to one shard", f"{backends:,.0f}", f"{each:g} of each process were counted"),
@@ -327,7 +328,7 @@ def _member(member: Member) -> Table:
 
 def _enqueued(member: Member, enqueued: Sequence[Enqueued]) -> Table:
     def of_job(one: Enqueued, name: str) -> float:
-        """Returns the cost of a job, without the cost of the time in which there are no jobs."""
+        """Returns the cost of a job, without what is spent while there are no jobs."""
         spent: float = getattr(one.spent, name)
         return (spent - _rate(member.waiting, name) * one.spent.seconds) / one.jobs
 

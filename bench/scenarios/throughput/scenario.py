@@ -1,10 +1,10 @@
 """Measures how many jobs a second are enqueued, are finished, and go through their whole life, by the size of batches
-and the number of callers; the CPU time that each kind of process spends on a job; and how much the database writes for
-a job.
+and the number of callers. Also measures the CPU time that each kind of process spends on a job, and how much the
+database writes for a job.
 
-Windrow is compared with its upper limit and with peers. Other options compare it, for calls of one job, with an echo of
-the same messages; with routers that trace 1 % of their calls, serve metrics, or do both; or with routers that speak
-TLS.
+Windrow is compared with its upper limit and with peers. With `--beside echo`, calls of one job are compared with an
+echo of the same messages. Other options compare Windrow with itself: through routers that trace 1 % of their calls,
+serve metrics, or do both; through routers that speak TLS; or with jobs that have groups.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from bench.systems import (
 )
 from proof.arguments import number, numbers, positive
 
-# Small batches need more callers to have as many jobs under way.
+# If batches are small, more callers are needed to have the same number of jobs under way.
 _CALLERS, _CALLERS_OF_SMALL, _SMALL = 8, 64, 50
 
 
@@ -105,10 +105,11 @@ class Share:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """`producers` and `workers`: numbers of client processes. If Windrow is compared with an echo, there are only
-    `producers`, which enqueue and work, because an echo keeps its jobs in the process that made them. `callers` and
-    `consumers`: how many enqueue, and how many work, in all client processes together; None: 8 callers, but 64 for
-    batches below 50, and as many consumers as callers. `jobs`: how many jobs a run has; None: as many as take about
-    `seconds`. `written`: whether to measure how much the database writes, which takes 22 s more for each run."""
+    `producers`, which enqueue and work, because an echo keeps its jobs in the process that made them. `callers`: how
+    many callers enqueue in all client processes together. None: 64 for batches below 50, and 8 for other batches.
+    `consumers`: how many consumers work in all client processes together. None: as many as callers. `jobs`: how many
+    jobs a run has. None: so many that a run takes about `seconds`. `written`: whether to measure how much the database
+    writes, which takes 22 s more for each run."""
 
     name: str = "throughput"
     beside: Beside = Beside.LIMIT
@@ -144,8 +145,8 @@ class Plan:
 
 
 async def measure(plan: Plan, bench: Bench) -> Found:
-    """Measures in rounds. Every system takes its turn in each round, so that other load on the machine affects all of
-    them."""
+    """Measures in rounds. Every system takes its turn in each round, so that other load on the machine affects all
+    systems."""
     samples: list[Sample] = []
     for shards, routers in itertools.product(plan.shards, plan.routers):
         systems = await bench.ready(plan.systems)
@@ -187,7 +188,8 @@ def _shares(share: Share | None, stage: Stage, turns: Mapping[str, Turn]) -> Gen
 
 @asynccontextmanager
 async def _listeners(plan: Plan) -> AsyncGenerator[telemetry.Listeners | None, None]:
-    """Yields the sink and the scraper of routers with telemetry; None if the plan has no such routers."""
+    """Yields the sink and the scraper of routers with telemetry. Yields None if the plan has no routers with
+    telemetry."""
     if plan.beside is not Beside.TELEMETRY:
         yield None
         return
@@ -282,7 +284,7 @@ async def rounds(plan: Plan, bench: Bench, turns: dict[str, Turn], case: Case) -
 
 
 def _alike(jobs: dict[str, tuple[int, int]]) -> tuple[int, int]:
-    """Returns the same numbers of jobs for every system."""
+    """Returns the largest numbers of jobs of any system. Every system then gets these numbers."""
     return max(drained for drained, _ in jobs.values()), max(lived for _, lived in jobs.values())
 
 

@@ -45,7 +45,7 @@ class Sample:
 
 
 def table(samples: Sequence[Sample], *, over: str, title: str) -> Table:
-    """Returns a table with the medians of each case's runs. The ratio compares the rate of `over` with that of each
+    """Returns a table with the medians of each case's runs. The ratio compares the rate of `over` with the rate of each
     other system, round by round."""
     grouped: dict[tuple[Case, Figure], dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
@@ -163,7 +163,8 @@ def _costs(samples: Sequence[Sample]) -> tuple[float, ...]:
 
 
 def plots(samples: Sequence[Sample]) -> list[Plot]:
-    """Returns plots of the whole life of jobs by batch size, and by callers, if several of these were measured."""
+    """Returns plots of the whole life of jobs: by batch size if several batch sizes were measured, and by callers if
+    several numbers of callers were measured."""
     found: list[Plot] = []
     lives = [sample for sample in samples if sample.timed.figure is Figure.LIFE]
     if not lives:

@@ -1,4 +1,5 @@
-"""Routers with traces, with metrics, or with both, and the processes that receive these: an OTLP sink and a scraper.
+"""Routers with traces, with metrics, or with both. Also the processes that receive the traces and the metrics: an OTLP
+sink and a scraper.
 
 Users run the receivers on other machines. In this benchmark, the receivers take CPU time from the routers.
 """
@@ -20,7 +21,7 @@ from proof.processes import free_port, serving
 
 SYSTEMS = (TRACED, MEASURED, TELLING)
 _SCRAPE_S = 5.0
-# The longest time that a batch span processor waits by default.
+# A batch span processor waits for at most 5 s by default before it sends spans. This time is a little longer.
 _EXPORT_S = 6.0
 
 
@@ -50,7 +51,7 @@ class Listeners:
         return servers
 
     async def scrape(self) -> None:
-        """Reads all metrics again and again, until it is cancelled."""
+        """Reads all metrics again and again, until this task is cancelled."""
         while True:
             await asyncio.sleep(_SCRAPE_S)
             for target in self._targets:
@@ -58,7 +59,7 @@ class Listeners:
                 self._scrapes += 1
 
     async def heard(self) -> str:
-        """Returns how much has arrived. Raises Wrong if nothing has."""
+        """Returns how much has arrived. Raises Wrong if nothing has arrived."""
         await asyncio.sleep(_EXPORT_S)
         assert self._sink.stdin is not None
         assert self._sink.stdout is not None
