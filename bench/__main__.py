@@ -90,7 +90,7 @@ def read_order(arguments: list[str]) -> Order:
         description="Measures Windrow, the limits above it, and other queue systems on the same Postgres. Without the "
         "name of a scenario: all of them but dashboards, in about 55 minutes.",
     )
-    parser.add_argument("--quick", action="store_true", help="Windrow and its limits alone, in about 3 minutes")
+    parser.add_argument("--quick", action="store_true", help="Windrow and its limits alone, in about 4 minutes")
     parser.add_argument(
         "--peers", type=peers, default=tuple(PEERS), metavar="all|none|NAME,…", help="beside Windrow; all"
     )
