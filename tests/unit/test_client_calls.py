@@ -595,8 +595,12 @@ def test_arguments_that_make_no_sense_are_refused_at_once(monkeypatch: pytest.Mo
         Client(org="")
     with pytest.raises(InvalidRequest, match="org must be a str, not 5"):
         Client(org=cast("Any", 5))
-    with pytest.raises(InvalidRequest, match="channels"):
+    with pytest.raises(InvalidRequest, match="channels must be 1 to 64, not 0"):
         Client(org="acme", channels=0)
+    with pytest.raises(InvalidRequest, match="channels must be an int, not '2'"):
+        Client(org="acme", channels=cast("Any", "2"))
+    with pytest.raises(InvalidRequest, match=r"middleware must be a sequence of functions, not \[7\]"):
+        Client(org="acme", middleware=cast("Any", [7]))
     with pytest.raises(InvalidRequest, match="timeouts"):
         Client(org="acme", timeout=0)
     with pytest.raises(InvalidRequest, match="timeout: '5s' is neither a number of seconds nor a timedelta"):

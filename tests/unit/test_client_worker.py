@@ -1776,7 +1776,14 @@ async def test_a_worker_runs_once_and_takes_one_handler_a_kind(client: Client) -
 
 @pytest.mark.parametrize(
     "options",
-    [{"queues": []}, {"concurrency": 0}, {"prefetch": 5001}, {"visibility_window": 0.05}],
+    [
+        {"queues": []},
+        {"concurrency": 0},
+        {"prefetch": 5001},
+        {"visibility_window": 0.05},
+        {"grace": -1},
+        {"grace": math.nan},
+    ],
 )
 async def test_a_worker_that_makes_no_sense_is_refused(client: Client, options: dict[str, Any]) -> None:
     queues = options.pop("queues", "q")
@@ -1801,6 +1808,10 @@ def test_a_worker_names_an_argument_of_a_wrong_type() -> None:
     for name, number in (("concurrency", 3.0), ("concurrency", "3"), ("prefetch", 3.0)):
         with pytest.raises(InvalidRequest, match=f"^{name} must be an int, not {number!r}$"):
             Worker(client, "q", **cast("Any", {name: number}))
+    with pytest.raises(InvalidRequest, match=r"^queues must be names of queues, not 7$"):
+        Worker(client, cast("Any", 7))
+    with pytest.raises(InvalidRequest, match=r"^middleware must be a sequence of functions, not <function"):
+        Worker(client, "q", middleware=cast("Any", lambda job, call_next: None))
     for name in ("visibility_window", "grace"):
         options: dict[str, Any] = {name: "5s"}
         with pytest.raises(InvalidRequest, match=f"^{name}: '5s' is neither a number of seconds nor a timedelta$"):

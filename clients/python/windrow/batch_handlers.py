@@ -31,7 +31,7 @@ from windrow.handlers import (
 from windrow.jobs import Job
 from windrow.leases import HeldLease, log, named
 from windrow.outcomes import DONE, Action, Failed, Outcome, Released, Snoozed, Waits, action_of
-from windrow.payloads import Payload, named_seconds
+from windrow.payloads import Payload, checked_count, named_seconds
 from windrow.tracing import Tracing, fail
 
 Results = Sequence[Payload | BaseException] | None
@@ -61,11 +61,7 @@ class BatchHandlers:
         """Returns a decorator that registers a function for jobs of these kinds: see Worker.batch_handler()."""
         refuse_no_kinds("batch_handler", kinds)
         wait_s, timeout_s = named_seconds("max_wait", max_wait), timeout_of(timeout)
-        number: object = max_jobs
-        if not isinstance(number, int):
-            raise InvalidRequest(f"max_jobs must be an int, not {number!r}")
-        if not 1 <= max_jobs <= BATCH_JOBS_MAX:
-            raise InvalidRequest(f"max_jobs must be 1 to {BATCH_JOBS_MAX:,}, not {max_jobs}")
+        checked_count("max_jobs", max_jobs, 1, BATCH_JOBS_MAX)
         if not 0 <= wait_s <= _WAIT_S_MAX:
             raise InvalidRequest(f"max_wait must be 0 s to {_WAIT_S_MAX:g} s, not {wait_s} s")
 

@@ -19,6 +19,7 @@ from grpc import aio
 from windrow import handshake
 from windrow.address import address_fault, split_scheme, stays_here, uses_proxy
 from windrow.errors import ClientClosed, InvalidRequest
+from windrow.payloads import checked_count
 from windrow.tls import Pem, Tls, chosen, credentials, read
 from windrow.v1.admin_pb2_grpc import AdminStub
 from windrow.v1.cluster_pb2_grpc import ClusterStub
@@ -138,8 +139,7 @@ class Channels:
         address, secure = split_scheme(address)
         if fault := address_fault(address):
             raise InvalidRequest(fault)
-        if not 1 <= count <= CHANNELS_MAX:
-            raise InvalidRequest(f"channels must be 1 to {CHANNELS_MAX}, not {count}")
+        checked_count("channels", count, 1, CHANNELS_MAX)
         self.address = address
         self._count = count
         self._tls = chosen(tls, secure=secure)

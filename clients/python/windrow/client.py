@@ -54,7 +54,7 @@ from windrow.jobs import (
 from windrow.lease_calls import LeaseCalls, send_acks
 from windrow.limits import LIMIT_REACHED
 from windrow.new_jobs import JobOptions, NewJob, enqueue_request, new_message
-from windrow.payloads import Payload, checked_text, duration, named_duration, named_seconds
+from windrow.payloads import Payload, checked_functions, checked_text, duration, named_duration, named_seconds
 from windrow.schedules import ScheduleCalls
 from windrow.server_info import ServerInfo, read_server_info
 from windrow.tls import Tls
@@ -137,7 +137,7 @@ class Client(LeaseCalls, JobChanges, ScheduleCalls, WorkflowCalls):
             try_s=named_seconds("try_timeout", try_timeout),
         )
         self.tracing = Tracing(provider=tracer_provider, address=self.calls.address, create_spans=create_spans)
-        self._middleware = tuple(middleware)
+        self._middleware = checked_functions("middleware", middleware)
         self._owns_calls = True
         self._enqueues = Coalescers[job_pb2.NewJob, Enqueued](
             self.calls,

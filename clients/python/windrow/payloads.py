@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from windrow.errors import Span, invalid_argument
+from windrow.errors import InvalidRequest, Span, invalid_argument
 
 FAILURE_TYPE_BYTES_MAX, FAILURE_MESSAGE_BYTES_MAX, FAILURE_STACK_BYTES_MAX = 256, 8192, 32768
 RESULT_BYTES_MAX = 65536
@@ -19,6 +19,8 @@ CHECKPOINT_BYTES_MAX, NOTE_BYTES_MAX, REASON_BYTES_MAX = 65536, 1024, 1024
 # How many characters an error shows on either side of a lone surrogate.
 _SHOWN_CHARS = 20
 _SHOWN_CHARS_MAX = 100
+
+_FunctionT = TypeVar("_FunctionT")
 
 Payload: TypeAlias = bytes | bytearray | memoryview | str | Mapping[str, Any] | Sequence[Any] | int | float | None
 """Bytes are sent as they are, str as UTF-8, and anything else as JSON: None becomes `null`."""
@@ -76,6 +78,23 @@ def checked_text(name: str, text: str) -> str:
     except UnicodeEncodeError as error:
         raise invalid_argument(name, no_unicode(error)) from error
     return text
+
+
+def checked_count(name: str, count: object, least: int, most: int) -> int:
+    """Returns an argument that must be an int between two bounds. Raises InvalidRequest, which names the argument."""
+    if not isinstance(count, int):
+        raise InvalidRequest(f"{name} must be an int, not {shown(count)}")
+    if not least <= count <= most:
+        raise InvalidRequest(f"{name} must be {least} to {most:,}, not {count}")
+    return count
+
+
+def checked_functions(name: str, functions: Sequence[_FunctionT]) -> tuple[_FunctionT, ...]:
+    """Returns an argument that must be a sequence of functions. Raises InvalidRequest, which names the argument."""
+    given: object = functions
+    if not isinstance(given, Sequence) or not all(callable(one) for one in functions):
+        raise InvalidRequest(f"{name} must be a sequence of functions, not {shown(given)}")
+    return tuple(functions)
 
 
 def encode_result(value: Payload) -> bytes:

@@ -31,7 +31,7 @@ from windrow.job_runner import Interrupted, JobRunner
 from windrow.jobs import Job, WorkflowNode, read_leased
 from windrow.leases import Connectivity, log
 from windrow.new_jobs import NewJob
-from windrow.payloads import Payload, checked_text, duration, named_seconds
+from windrow.payloads import Payload, checked_count, checked_functions, checked_text, duration, named_seconds
 from windrow.processes import is_handler_process
 from windrow.reports import Report, Reporter
 from windrow.schedules import Schedule
@@ -135,17 +135,22 @@ class Worker:
     ) -> None:
         self.client = client
         self._orgs = orgs
+        if not isinstance(queues, Iterable):
+            raise InvalidRequest(f"queues must be names of queues, not {queues!r}")
         self.queues = (queues,) if isinstance(queues, str) else tuple(queues)
-        self.concurrency = _checked_count("concurrency", concurrency, 1, CONCURRENCY_MAX)
+        self.concurrency = checked_count("concurrency", concurrency, 1, CONCURRENCY_MAX)
         if prefetch is None:
             prefetch = max(5 * concurrency, _PREFETCH_MIN) if orgs is None else 0
-        self.prefetch = _checked_count("prefetch", prefetch, 0, PREFETCH_MAX)
+        self.prefetch = checked_count("prefetch", prefetch, 0, PREFETCH_MAX)
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         self._window_s = named_seconds("visibility_window", visibility_window)
+        grace_s = named_seconds("grace", grace)
+        if not grace_s >= 0:
+            raise InvalidRequest(f"grace must be 0 s or more, not {grace_s} s")
         self._check()
         self._handlers = Handlers(
             self.name,
-            middleware=middleware,
+            middleware=checked_functions("middleware", middleware),
             tracing=client.tracing,
             unhandled=Unhandled(self.name, meter_provider),
             abandoned_ended=lambda: self._runner.on_place(),
@@ -163,7 +168,7 @@ class Worker:
             concurrency=self.concurrency,
             prefetch=self.prefetch,
             window_s=self._window_s,
-            grace_s=named_seconds("grace", grace),
+            grace_s=grace_s,
             cancel_lost=cancel_lost,
         )
         self._stream = ConsumeStream(
@@ -426,14 +431,6 @@ class Worker:
         checked_text("name", self.name)
         if not 0.1 <= self._window_s <= 43200:
             raise InvalidRequest(f"visibility_window must be 100 ms to 12 h, not {self._window_s} s")
-
-
-def _checked_count(name: str, count: object, least: int, most: int) -> int:
-    if not isinstance(count, int):
-        raise InvalidRequest(f"{name} must be an int, not {count!r}")
-    if not least <= count <= most:
-        raise InvalidRequest(f"{name} must be {least} to {most:,}, not {count}")
-    return count
 
 
 def _calls_of(client: Client, lease: bytes, reporter: Reporter, of: WorkflowNode) -> tuple[Client, Job]:
