@@ -1,4 +1,4 @@
-"""Balancers: `windrow balancer` processes that follow a cluster file, and are restarted when they end."""
+"""Runs `windrow balancer` processes with a cluster file, and restarts each process when it ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Balancers:
         return [pid for name in self.names if (pid := self.pid(name)) is not None]
 
     async def keep(self, name: str) -> None:
-        """Keeps a balancer running until this is cancelled. Then ends the process, and kills it if it does not end."""
+        """Keeps a balancer running until this coroutine is cancelled. Then ends the process, and kills it if it does
+        not end."""
         with (self._folder / f"{name}.log").open("ab") as log:
             while True:
                 process = self._running[name] = await _start(self._config, log, self._environ)

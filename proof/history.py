@@ -1,8 +1,10 @@
-"""What clients saw. Each client records it while it happens, and the checker reads it after the run.
+"""What clients saw. Each client records its calls and their answers at once, and the checker reads these records after
+the run.
 
 There is one file for each client process, with one JSON object a line. A client writes the line of a call before it
-makes the call. So the beginning is recorded even if a SIGKILL follows, which damages at most the last line. Times are
-of CLOCK_MONOTONIC, which all processes of a machine share. The wall clock is recorded too, to show whether it jumped.
+makes the call. So the beginning of a call is recorded even if the client is then killed. A SIGKILL damages at most the
+last line. Times are of CLOCK_MONOTONIC, which all processes of a machine share. The wall clock is recorded too, to show
+whether it jumped.
 
     {"at": s, "wall": s, "call": 7, "verb": "ack", "org": "o1", "asked": …}     it begins; "due": s if it was planned
     {"at": s, "wall": s, "of": 7, "got": [job, …]}                              jobs came: on a stream, again and again
@@ -78,7 +80,7 @@ class LeaseKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of one client, answered or not."""
+    """One call of one client. The call may have been answered or not."""
 
     client: str
     verb: Verb
@@ -104,7 +106,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enqueue:
-    """One job of one enqueue, of one start of a workflow, or of one acknowledged addition to a workflow."""
+    """One job that a call asked to store. The call is an enqueue, a start of a workflow, or an acknowledged addition of
+    nodes to a workflow."""
 
     call: Call
     job: str
@@ -144,7 +147,7 @@ class Addition:
 
     @property
     def may_end_lease(self) -> bool:
-        """Returns whether this call has ended the lease, or may have done so without an answer."""
+        """Returns whether this call has ended the lease, or may have ended the lease although no answer came."""
         return self.waits or (self.wait and self.call.outcome is Outcome.UNKNOWN)
 
 
@@ -178,7 +181,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settle:
-    """One lease that an ack, nack, kill, release or extend names."""
+    """One lease that a call names. The call is an ack, nack, kill, release or extend."""
 
     call: Call
     lease: LeaseKey
@@ -256,7 +259,7 @@ class Recorder:
 
 
 def leased(*, lease: bytes, attempt: int, payload: bytes) -> dict[str, object]:
-    """Returns a received job in the form in which a line of the history records it."""
+    """Returns a received job in the form of a history's line."""
     # Record only what identifies the job, because payloads are padded.
     org, _, rest = payload.partition(b" ")
     job, _, _ = rest.partition(b" ")
@@ -264,15 +267,15 @@ def leased(*, lease: bytes, attempt: int, payload: bytes) -> dict[str, object]:
 
 
 def asked_to_store(*, job: str, queue: str, key: str = "", delay_s: float = 0.0) -> dict[str, object]:
-    """Returns a job to enqueue as a line records it."""
+    """Returns a job to enqueue, in the form of a history's line."""
     return {"job": job, "queue": queue, "key": key, "delay_s": delay_s}
 
 
 def asked_to_start(
     *, job: str, queue: str, workflow: str, after: Sequence[str], timeout_s: float | None = None
 ) -> dict[str, object]:
-    """Returns a node of a new workflow as a line records it. `timeout_s`: for how long the node waits for a signal.
-    None: it does not wait for one."""
+    """Returns a node of a new workflow, in the form of a history's line. `timeout_s`: for how long the node waits for a
+    signal. None: it does not wait for one."""
     delay_s = math.inf if after or timeout_s is not None else 0.0
     of_flow = {"workflow": workflow, "after": list(after), "timeout_s": timeout_s}
     return asked_to_store(job=job, queue=queue, delay_s=delay_s) | of_flow
@@ -281,12 +284,13 @@ def asked_to_start(
 def asked_to_add(
     *, workflow: str, lease: bytes, nodes: Mapping[str, Sequence[str]], wait: bool = False
 ) -> dict[str, object]:
-    """Returns new nodes of a running workflow as a line records them. `wait`: whether the job is to wait for them."""
+    """Returns new nodes of a running workflow, in the form of a history's line. `wait`: whether the job is to wait for
+    these nodes."""
     return {"workflow": workflow, "lease": lease.hex(), "nodes": nodes, "wait": wait}
 
 
 def asked_to_signal(*, workflow: str, node: str, payload: str) -> dict[str, object]:
-    """Returns a signal as a line records it."""
+    """Returns a signal, in the form of a history's line."""
     return {"workflow": workflow, "node": node, "payload": payload}
 
 
@@ -416,7 +420,7 @@ def _signal(call: Call, told: _Tale) -> Signal:
 
 
 def _added_jobs(added: Addition) -> Iterator[Enqueue]:
-    """Yields the jobs of an acknowledged addition as stored jobs, no matter which call stored them."""
+    """Yields an `Enqueue` for each job of an acknowledged addition, no matter which call stored the job."""
     # The answer says how many nodes were new, but not which.
     all_new = added.stored == len(added.nodes)
     for job in added.jobs.values():

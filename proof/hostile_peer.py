@@ -2,10 +2,10 @@
 
 It speaks HTTP/2 frames over a plain socket. It can leave answers unread, leave requests unfinished, reset calls as fast
 as it opens them, send headers without end, flood the server with pings, or say nothing at all. It ignores the server's
-MAX_CONCURRENT_STREAMS; `Seen` counts what the server refuses. It connects to loopback addresses only.
+MAX_CONCURRENT_STREAMS; `Seen` counts the calls that the server refuses. It connects to loopback addresses only.
 
-A `HostilePeer` is one connection. The functions that follow the class are whole attacks, each bounded in calls and in
-seconds.
+A `HostilePeer` is one connection. Each function after the class makes a whole attack, with a limited number of calls
+and for a limited time.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Seen:
 
 
 class HostilePeer:
-    """One connection, opened by `connect`. While it reads, it answers SETTINGS and PING, so that the server has no
+    """One connection, opened by `connect`. A peer that reads answers SETTINGS and PING, so that the server has no
     reason to end the connection except the attack. It never sends WINDOW_UPDATE."""
 
     def __init__(self, connection: socket.socket, authority: str, *, reads: bool) -> None:
@@ -151,14 +151,14 @@ class HostilePeer:
         await self.write(PingFrame(opaque_data=b"flooding").serialize() * count)
 
     async def begin(self, path: str, size_bytes: int) -> int:
-        """Announces a request of this size, and sends all but its last byte, as the server's windows allow. Returns
-        the stream."""
+        """Announces a request of this size, and sends all its bytes except the last, as fast as the server's windows
+        allow. Returns the stream."""
         stream = await self._open(path)
         await self._send(stream, _prefix(size_bytes), size_bytes - 1 + _PREFIX_BYTES, ends=False)
         return stream
 
     async def reset(self, path: str, *, count: int) -> None:
-        """Opens calls, and resets each at once: sends HEADERS and RST_STREAM."""
+        """Opens `count` calls, and resets each call at once: sends HEADERS and RST_STREAM."""
         # The first block fills the server's HPACK table. All later blocks only refer to the table, and are equal.
         first = self._encoder.encode(self._headers(path))
         block = self._encoder.encode(self._headers(path))
@@ -175,8 +175,8 @@ class HostilePeer:
             await self.write(bytes(frames))
 
     async def heard(self) -> None:
-        """Waits until the server has read everything that was sent, and until its answers to that have arrived. Ends
-        early if the server closes the connection."""
+        """Waits until the server has read everything that this peer has sent, and until the server's answers have
+        arrived. Ends early if the server closes the connection."""
         # gRPC writes the answer to a PING before other frames that are ready at the same time, such as resets. These
         # frames come before the answer to a second PING.
         for _ in range(2):
@@ -192,7 +192,7 @@ class HostilePeer:
             await self._put(data)
 
     async def until(self, holds: Callable[[Seen], object], *, within_s: float) -> None:
-        """Waits until `holds` is true of what has been seen. Raises TimeoutError."""
+        """Waits until `holds(self.seen)` is true. Raises TimeoutError."""
         async with asyncio.timeout(within_s), self._changed:
             await self._changed.wait_for(lambda: holds(self.seen))
 
@@ -216,7 +216,7 @@ class HostilePeer:
         return stream
 
     async def _put(self, data: bytes) -> None:
-        """Sends bytes under the lock that the caller holds."""
+        """Sends bytes. The caller holds the lock `_writing`."""
         try:
             await self._loop.sock_sendall(self._socket, data)
         except OSError:
@@ -224,8 +224,8 @@ class HostilePeer:
             raise
 
     async def _send(self, stream: int, head: bytes, size_bytes: int, *, ends: bool) -> None:
-        """Sends a body of this size, `head` and then zeros, as fast as the windows allow. Stops if the server ends the
-        call."""
+        """Sends a body of `size_bytes`: `head`, and then zeros. Sends as fast as the server's windows allow. Stops if
+        the server ends the call."""
         sent = 0
         while sent < size_bytes:
             async with self._changed:
@@ -396,8 +396,8 @@ async def leave_answers_unread(
     ends: bool = True,
     enough: Callable[[Seen], object] | None = None,
 ) -> list[Seen]:
-    """Makes `calls` calls, spread over the connections, and leaves the answers unread. Stays for `seconds`, or until
-    each connection has seen `enough`, if that is earlier.
+    """Makes `calls` calls, spread over the connections, and leaves the answers unread. Keeps the connections open for
+    `seconds`, or only until `enough` is true of each connection.
 
     If `ends` is False, the requests stay open. This is for Consume, whose first ConsumeRequest is `message`.
     """
@@ -423,8 +423,8 @@ async def leave_requests_unfinished(
     connections: int = 1,
     seconds: float,
 ) -> list[Seen]:
-    """Begins `calls` requests of `size_bytes` each, and stays for `seconds` without sending the last byte of any
-    request."""
+    """Begins `calls` requests of `size_bytes` each. Keeps the connections open for `seconds`, and never sends the last
+    byte of a request."""
 
     async def begin(peer: HostilePeer) -> None:
         with contextlib.suppress(OSError):
@@ -443,7 +443,7 @@ async def leave_requests_unfinished(
 
 async def reset_rapidly(address: str, path: str, *, count: int, connections: int = 1, seconds: float) -> list[Seen]:
     """Opens `count` calls on each connection, and resets each call at once, as fast as the sockets allow. `lasted_s` of
-    each connection says how long it took until the server had read all of this, at most `seconds`."""
+    each connection is the time until the server had read all calls and resets, at most `seconds`."""
 
     async def attack(peer: HostilePeer, share: int) -> None:
         await peer.reset(path, count=share)
@@ -468,7 +468,7 @@ async def send_large_headers(
     reads: bool = True,
 ) -> list[Seen]:
     """Makes `calls` calls, spread over the connections, each with header fields of these sizes. `lasted_s` of each
-    connection says how long it took until the server had read all of this, at most `seconds`."""
+    connection is the time until the server had read all its calls, at most `seconds`."""
     fields = [(b"x-large", b"x" * size) for size in field_bytes]
 
     async def attack(peer: HostilePeer, share: int) -> None:
@@ -485,7 +485,7 @@ async def send_large_headers(
 
 
 async def flood_with_pings(address: str, *, count: int, connections: int = 1, seconds: float) -> list[Seen]:
-    """Sends `count` pings on each connection, and stays for `seconds`, or until the server ends the connection."""
+    """Sends `count` pings on each connection. Keeps the connection open for `seconds`, or until the server ends it."""
 
     async def attack(peer: HostilePeer, share: int) -> None:
         await peer.ping(share)
@@ -499,7 +499,7 @@ async def flood_with_pings(address: str, *, count: int, connections: int = 1, se
 
 
 async def say_nothing(address: str, silence: Silence, *, connections: int, seconds: float) -> list[Seen]:
-    """Opens connections that fall silent at the point `silence`, and stays for `seconds`."""
+    """Opens connections that send nothing more after the point `silence`. Keeps them open for `seconds`."""
 
     async def attack(peer: HostilePeer, _share: int) -> None:
         match silence:
@@ -534,8 +534,8 @@ async def drip(address: str, path: str, *, connections: int, seconds: float, eve
 
 @dataclass(frozen=True)
 class _Enough:
-    """Tells when an attack ends: when `of` has become true on each of its connections. The connections wait for each
-    other."""
+    """Decides when an attack ends: when `of` has become true of each connection of the attack. The connections wait for
+    each other."""
 
     of: Callable[[Seen], object]
     by_all: asyncio.Barrier
@@ -550,8 +550,8 @@ async def _attack(
     stays: bool = True,
     enough: _Enough | None = None,
 ) -> Seen:
-    """Runs an attack on one connection, for `seconds`, or until the server closes the connection, or until each
-    connection has seen `enough`. If `stays` is False, ends with the attack."""
+    """Runs an attack on one connection. Ends after `seconds`, or earlier if the server closes the connection or if
+    `enough` is true of each connection. If `stays` is False, also ends when everything has been sent."""
     async with opening as peer:
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(seconds):
@@ -602,7 +602,7 @@ def _header_frames(stream: int, block: bytes) -> bytes:
 
 
 def _shares(count: int, ways: int) -> list[int]:
-    """Divides a count into parts that differ by at most 1."""
+    """Divides a count into `ways` numbers that differ by at most 1."""
     return [count // ways + (at < count % ways) for at in range(ways)]
 
 
