@@ -31,14 +31,13 @@ class ClusterFile:
     take effect when the file is mended."""
 
     path: Path
-    # The name of the cluster.
     name: str
     entries: list[Entry]
     # The DSN of the catalog. Empty: the first shard's database has the catalog.
     catalog_dsn: str = ""
     # The [router] table, and other tables.
     rest: str = ""
-    # Tells the readers of the file that it has changed. They also look for changes from time to time.
+    # Tells the readers of the file that the file has changed. The readers also look for changes from time to time.
     hurry: Callable[[], None] = lambda: None
     # The texts that a reader must refuse.
     unusable: set[str] = field(default_factory=set[str])

@@ -33,7 +33,7 @@ class Verb(enum.StrEnum):
     ENQUEUE = "enqueue"
     # Starts a workflow, which enqueues all its jobs.
     START = "start"
-    # A job adds nodes to its workflow.
+    # Adds nodes to the workflow of the job that makes the call.
     ADD = "add"
     # Gives a signal to a node of a workflow.
     SIGNAL = "signal"
@@ -139,7 +139,7 @@ class Addition:
     # Whether the job is to wait for these nodes.
     wait: bool = False
     # The answer: the id of each node's job, by the node's name, and how many of the nodes were new. Empty: no answer
-    # came, or the Python client did not tell its caller.
+    # came, or the Python client did not give the answer to its caller.
     jobs: Mapping[str, str] = field(default_factory=dict[str, str])
     stored: int = 0
     # The answer: whether the lease has ended, because the job waits.
@@ -160,7 +160,7 @@ class Signal:
     # The name of the node.
     node: str
     payload: str
-    # Whether the answer says that this signal counts.
+    # Whether the answer says that this signal is the first one.
     is_first: bool = False
 
 
@@ -220,7 +220,7 @@ class History:
     settles: Sequence[Settle] = ()
     cancels: Sequence[Cancel] = ()
     lookups: Sequence[Lookup] = ()
-    # By how much the difference between the wall clock and the monotonic clock has varied.
+    # The largest difference between the wall clock and the monotonic clock, minus the smallest.
     drift_s: float = 0.0
 
 
@@ -421,7 +421,7 @@ def _signal(call: Call, told: _Tale) -> Signal:
 
 def _added_jobs(added: Addition) -> Iterator[Enqueue]:
     """Yields an `Enqueue` for each job of an acknowledged addition, no matter which call stored the job."""
-    # The answer says how many nodes were new, but not which.
+    # The answer says how many nodes were new, but not which nodes.
     all_new = added.stored == len(added.nodes)
     for job in added.jobs.values():
         yield Enqueue(call=added.call, job=job, queue="", delay_s=math.inf, answered=job, duplicate=not all_new)

@@ -44,9 +44,9 @@ _HEADER_BYTES = 9
 _READ_BYTES = 1 << 16
 # The smallest MAX_FRAME_SIZE that a server may announce (RFC 9113, section 4.2).
 _DATA_BYTES_MAX = 16_384
-# Each gRPC message has a prefix: whether it is compressed, and its length.
+# The prefix of a gRPC message says whether the message is compressed, and how long it is.
 _PREFIX_BYTES = 5
-# The window of a new connection, and of a stream until SETTINGS change it (RFC 9113, section 6.9.2).
+# The flow-control window of a new connection, and that of a stream until SETTINGS change it (RFC 9113, section 6.9.2).
 DEFAULT_WINDOW_BYTES = 65_535
 # How often a peer that does not read checks whether its connection is still open.
 _LOOK_S = 0.1
@@ -76,9 +76,9 @@ class Seen:
 
     # The settings that the server announced, such as MAX_CONCURRENT_STREAMS.
     settings: dict[SettingCodes | int, int] = field(default_factory=dict[SettingCodes | int, int])
-    # Calls by the grpc-status with which they ended.
+    # How many calls ended with each grpc-status.
     statuses: Counter[int] = field(default_factory=Counter[int])
-    # Calls that the server reset without a status, by error.
+    # How many calls the server reset with each error, without a grpc-status.
     resets: Counter[ErrorCodes | int] = field(default_factory=Counter[ErrorCodes | int])
     # Streams of the calls that have got response headers, but have not ended yet.
     answering: set[int] = field(default_factory=set[int])
@@ -89,7 +89,7 @@ class Seen:
     request_bytes_sent: int = 0
     # Bytes of DATA received.
     answer_bytes: int = 0
-    # How long the connection was used, in seconds.
+    # For how many seconds the connection was used.
     lasted_s: float = 0.0
 
 
@@ -115,9 +115,10 @@ class HostilePeer:
         self._pongs = 0
         # Streams that the server has ended or reset.
         self._ended: set[int] = set()
-        # Tasks that send the reader's answers. They may wait for the writer, which may be stuck.
+        # Tasks that send the answers to SETTINGS and PING. They are separate tasks because another write may block
+        # them.
         self._answers: set[asyncio.Task[None]] = set()
-        # A header block whose end has not arrived yet, with its first frame.
+        # The first frame of a header block whose end has not arrived yet, and the bytes of the block until now.
         self._open_block: tuple[HeadersFrame, bytearray] | None = None
         self._watcher = asyncio.create_task(self._read() if reads else self._watch())
 
@@ -177,8 +178,8 @@ class HostilePeer:
     async def heard(self) -> None:
         """Waits until the server has read everything that this peer has sent, and until the server's answers have
         arrived. Ends early if the server closes the connection."""
-        # gRPC writes the answer to a PING before other frames that are ready at the same time, such as resets. These
-        # frames come before the answer to a second PING.
+        # Send two PINGs, because gRPC writes the answer to a PING before other frames that are ready at the same time,
+        # such as resets. But it writes these frames before the answer to the second PING.
         for _ in range(2):
             before = self._pongs
             await self.write(PingFrame(opaque_data=b"heard?  ").serialize())
@@ -319,8 +320,8 @@ class HostilePeer:
                 if "END_STREAM" in frame.flags:
                     self._end_stream(frame.stream_id)
             case RstStreamFrame():
-                # A server also resets a stream that it has ended, if further frames come on it. Do not count such a
-                # reset.
+                # Do not count the reset of a stream that the server has already ended: the server sends it if further
+                # frames come on this stream.
                 if frame.stream_id not in self._ended:
                     seen.resets[_known(ErrorCodes, frame.error_code)] += 1
                 self._end_stream(frame.stream_id)
@@ -407,7 +408,8 @@ async def leave_answers_unread(
             await peer.call(path, message, ends=ends)
 
     shares = _shares(calls, connections)
-    # All connections end together, because a connection that ended earlier would free what it holds in the server.
+    # All connections end together, because a connection that ended earlier would free the memory that it uses in the
+    # server.
     done = None if enough is None else _Enough(enough, asyncio.Barrier(len(shares)))
     return await asyncio.gather(
         *(_attack(open_peer(address, reads=reads), attack, n, seconds, enough=done) for n in shares)
