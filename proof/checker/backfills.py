@@ -23,8 +23,8 @@ _Wrong = Iterator[tuple[int, str]]
 
 def split(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
     """Returns the runs that schedules have decided by themselves or that were triggered, and the runs of backfills."""
-    # If a backfill stores the first of several instants that were skipped together, the other instants get a new
-    # record, which tells nothing new.
+    # One record covers all instants that were skipped together. If a backfill stores the first of them, the others get
+    # a new record, which is no new decision.
     first_us: dict[tuple[str | None, int], int] = {}
     for run in runs:
         if run.skipped_for in UNDECIDED and run.through_us is not None:
@@ -45,8 +45,8 @@ def check(
     decided: Mapping[int, set[str]],
     pauses: Sequence[tuple[int, int]],
 ) -> _Wrong:
-    """Yields the instants about which something is wrong, each with what is wrong. `decided`: for each instant the jobs
-    and the reasons of the decisions that the schedule itself made; "" for a run that still waits."""
+    """Yields each instant that was decided wrongly, with a text that says what is wrong. `decided`: for each instant
+    the jobs and the reasons of the decisions that the schedule itself made; "" for a run that still waits."""
     own, backfilled = split(runs)
     asked = {one: _instants(schedule, one) for one in schedule.backfills}
     fates: defaultdict[int, list[Run]] = defaultdict(list)
@@ -72,7 +72,8 @@ def check(
 
 
 def _instants(schedule: Schedule, one: Backfill) -> tuple[set[int], set[int]]:
-    """Returns the instants that the call has decided if it was executed, and those that it may have decided."""
+    """Returns two sets: the instants that the call certainly decided if it was executed, and the instants that it may
+    have decided."""
     # The range may end after the schedule's end.
     end_us = min(one.end_us, schedule.ends_us)
     of_terms = [multiples(terms, one.begin_us - 1, end_us) for terms in between(schedule, one.began_us, one.ended_us)]
@@ -85,7 +86,7 @@ def _faults(run: Run, by: Sequence[Backfill], pauses: Sequence[tuple[int, int]])
         yield "a backfill decided it, and nobody asked for that"
     elif run.skipped_for is not None and not (run.skipped_for == "overlap" and any(one.may_skip for one in by)):
         yield f"a backfill skipped it for {run.skipped_for}, for which it may not be skipped"
-    # The schedule itself stores a run that has waited, and does not do so during a pause.
+    # If a run has waited, not the backfill but the schedule stores it later. A paused schedule stores no runs.
     at_once = any(run.decided_us <= (FOREVER_US if one.ended_us is None else one.ended_us) + CLOCK_US for one in by)
     if run.job is not None and not at_once and any(begin < run.decided_us < end for begin, end in pauses):
         yield f"job {run.job} had waited, and was stored during a pause"

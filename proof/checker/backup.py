@@ -1,11 +1,11 @@
 """Finds which violations a restored backup explains. Pure.
 
-The run keeps the replaced database and the backup. The difference between the two, job by job, is what the backup
-lacks; it is not derived from times. Nothing else is excused. A job that the backup has must be there. If the replaced
-database did not know an acknowledged ack, the ack was lost before the replacement. What was done after the replacement
-must be there at the end.
+The run keeps the replaced database and the backup. The backup lacks exactly the difference between the two, which is
+computed for each job and does not depend on times. Nothing else is excused. A job that the backup has must be there. If
+the replaced database lacks an ack that was answered OK, the ack was lost before the replacement, which is a violation.
+What was done after the replacement must be there at the end.
 
-Times only separate what happened before the database was replaced from what came after.
+Times are used only to separate what happened before the database was replaced from what happened afterwards.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Backup:
         self._to_cancel = {one.job for one in evidence.history.cancels}
         self._keys = replaced.keys | backup.keys
         self._lost_keys = replaced.keys - backup.keys
-        # Lost: schedules and workflows that came to the shard after the backup was made. Second: those that left the
-        # shard after the backup was made, so that each exists twice now.
+        # `lost_…`: schedules and workflows that came to the shard after the backup was made. `second_…`: schedules and
+        # workflows that left the shard after the backup was made, so that each of them exists twice now.
         self.lost_schedules = set(replaced.schedules) - set(backup.schedules)
         self.second_schedules = set(backup.schedules) - set(replaced.schedules)
         self.lost_flows = replaced.flows - backup.flows
@@ -66,8 +66,8 @@ class Backup:
         return [row for job, row in self._replaced.items() if row != self._kept.get(job)]
 
     def is_second(self, row: Row) -> bool:
-        """Returns whether this row is a copy that the backup brought back of a job that lives on another shard, and the
-        copy was ended because a client asked to cancel the job."""
+        """Returns whether this row is a second copy of a job that lives on another shard. The backup brought the copy
+        back, and the copy was cancelled because a client asked to cancel the job."""
         ended = row.shard == self.shard and row.state is State.CANCELLED
         return ended and row.job in self._to_cancel and self.revives(row.job)
 
@@ -76,9 +76,10 @@ class Backup:
 
     def promises(self, enqueue: Enqueue) -> bool:
         """Returns whether the job in this answer must exist. The job may be missing in three cases. The call began
-        before the database was replaced, so the backup may lack the job. Or another shard gave the answer by a dedup
-        key, whose job had moved to the restored shard and is lost. Or another shard gave the answer about a workflow
-        that had left the restored shard, where the finished job of an added node stayed and is lost."""
+        before the database was replaced, so the backup may lack the job. Or another shard gave the answer because it
+        knew the dedup key, and the job of this key had moved to the restored shard and is lost. Or another shard gave
+        the answer because a workflow had left the restored shard, but the finished job of an added node had stayed
+        there and is lost."""
         elsewhere = (
             enqueue.duplicate
             and bool(enqueue.key)
@@ -132,13 +133,14 @@ class Backup:
         return self.lacks(job) and call.ended_s is not None and call.ended_s >= self._accepting_s
 
     def ends_by(self, job: str, began_s: float) -> float:
-        """Returns the time at which a lease of this job ended because the database was replaced. `began_s`: when the
-        call that got the lease began. Infinity: the replacement did not end the lease."""
+        """Returns the time at which a lease of this job ended because the database was replaced. `began_s`: the time at
+        which the call that got the lease began. Infinity: the replacement did not end the lease."""
         return self.swapped_s if began_s < self.swapped_s and self.rewinds(job) else float("inf")
 
 
 def books_have(row: Row, settle: Settle) -> bool:
-    """Returns whether a job's row contains a settle that was answered OK. True if the row does not show it."""
+    """Returns whether a job's row agrees with a settle that was answered OK. Also true if the row cannot show this
+    settle."""
     verb, number = settle.call.verb, settle.lease.number
     if verb is Verb.EXTEND:
         return True
@@ -158,6 +160,6 @@ def _by_job(version: Version) -> dict[str, Row]:
 
 
 def latest_by_job(rows: Iterable[Row], is_old: Callable[[Row], bool]) -> dict[str, Row]:
-    """Returns one row for each job: an old row only if the job has no other row. A job that has arrived on another
-    shard, for example, may have changed since it departed."""
+    """Returns one row for each job: an old row only if the job has no other row. For example, the row of a departing
+    job is old, because the job may have changed on the other shard since it arrived there."""
     return {row.job: row for row in sorted(rows, key=lambda row: not is_old(row))}

@@ -15,7 +15,7 @@ CLOCK_US = round(CLOCK_S * 1e6)
 
 
 class State(enum.StrEnum):
-    """The state of a job as its row says it. LIVE: blocked, scheduled, ready or leased."""
+    """The state of a job in its row. LIVE: blocked, scheduled, ready or leased."""
 
     LIVE = "live"
     SUCCEEDED = "succeeded"
@@ -44,7 +44,7 @@ class RunName(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One job, as in a shard's tables."""
+    """One job, as a shard's tables have it."""
 
     job: str
     org: str
@@ -72,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """One workflow, as in a shard's tables."""
+    """One workflow, as a shard's tables have it."""
 
     workflow: str
     org: str
@@ -97,13 +97,13 @@ class Terms:
 
     # The number of these terms, which the jobs stored under them have as an attribute.
     number: int = 0
-    # The interval of the schedule. Its instants are 1970 + n × `every_us` + `offset_us`, for each n for which the
-    # instant lies between the creation and the end of the schedule.
+    # The interval of the schedule. The instants of the schedule are all times 1970 + n × `every_us` + `offset_us`
+    # between its creation and its end, where n is a whole number.
     every_us: int
     offset_us: int = 0
     # The reasons for which the schedule's policies may skip an instant.
     skips_for: frozenset[str]
-    # Whether the overlap policy cancels the job of the run before.
+    # Whether the overlap policy cancels the job of the previous run.
     cancels: bool = False
 
 
@@ -139,7 +139,7 @@ class Backfill:
     began_us: int
     # None: the call was not answered, so it may have been executed at any later time, or not at all.
     ended_us: int | None
-    # How many instants the answer counts. None: there was no answer.
+    # The number of instants in the answer. None: there was no answer.
     instants: int | None = None
 
 
@@ -156,7 +156,7 @@ class Schedule:
     changes: Sequence[Change] = ()
     # The jobs in the answers to calls of TriggerSchedule, by request id. No jobs: the request was not answered.
     triggers: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
-    # Backfills. None of them is made at the same time as another backfill or a change.
+    # Backfills. A backfill is never made at the same time as another backfill or a change.
     backfills: Sequence[Backfill] = ()
     # How many calls were answered NOT_FOUND after a router had said that the schedule exists.
     denied: int = 0
@@ -199,7 +199,7 @@ class Release(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSchedule:
-    """A schedule, as in a shard's tables."""
+    """A schedule, as a shard's tables have it."""
 
     id: str
     org: str
@@ -219,7 +219,7 @@ class Run(NamedTuple):
     outcome: str
     skipped_for: str | None
     job: str | None
-    # The time at which the transaction began that decided this.
+    # The time at which the transaction that decided this began.
     decided_us: int
     # The id of the TriggerSchedule request that asked for the run. None: no such request.
     request: str | None = None
@@ -296,7 +296,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alone:
-    """A fault during which, and for a while before, there was no other fault."""
+    """A fault without any other fault at the same time or shortly before."""
 
     fault: str
     began_s: float
@@ -317,7 +317,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """The contents of a shard's database at a time when nobody was connected to it."""
+    """The contents of a shard's database, read while nobody else was connected."""
 
     rows: Sequence[Row]
     keys: frozenset[Key]
@@ -348,7 +348,7 @@ class Restored:
     copied_s: float
     # From this time on, the replaced database could not be reached. Calls that began later used the backup.
     swapped_s: float
-    # Between these times, the backup could be reached, and nobody had begun to accept the loss.
+    # Between `back_s` and `accepting_s`, the backup could be reached, and nobody had begun to accept the loss.
     back_s: float
     accepting_s: float
     # The time at which the command that accepts the loss had ended.
@@ -364,7 +364,7 @@ class Evidence:
     books: Sequence[OrgBooks]
     flows: Sequence[Flow] = ()
     operated: Sequence[OperatedFlow] = ()
-    # The releases of nodes, without those of nodes that were stored unblocked.
+    # The releases of nodes. A node that was stored unblocked has no release.
     releases: Sequence[Release] = ()
     schedules: Sequence[Schedule] = ()
     stored_schedules: Sequence[StoredSchedule] = ()
@@ -391,7 +391,7 @@ class Evidence:
     # From this time on every due job must be delivered on time: faults are over, and earlier leases have ended. None:
     # deliveries are not checked.
     calm_s: float | None = None
-    # How late a job may be delivered after calm_s: the sweep interval, and what the machine may add.
+    # How late a job may be delivered after `calm_s`: the sweep interval, plus the delay that a slow machine may cause.
     late_s_max: float = 0.0
     # Whether no process was killed, and every client shut down properly.
     faultless: bool = False

@@ -1,4 +1,4 @@
-"""Says when an org was moving, by the journal of the catalog (proof/journal.py). Pure."""
+"""Tells from the journal of the catalog (proof/journal.py) when an org was moving. Pure."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ look for them.
 
 Uses the journals of the databases, in the order of their commits (proof/journal.py). The journal notes the end of a
 shard's ownership before this change commits. The next shard's ownership begins only after that commit. So, by one
-clock, the first ownership never ends later than the next one begins.
+clock, an ownership always ends before the next one begins, or at the same time.
 
 A shard whose backup was restored has two histories. The history of the replaced database ends with the replacement. The
 history of the backup continues, but the shard owns nothing until an operator accepts the loss.
@@ -100,8 +100,8 @@ def _epochs(owned: Sequence[Owned], restored: Restored | None = None) -> Iterato
 
 
 def _ends_arrival(before: Owned, now: Owned) -> bool:
-    """Returns whether this change only ends the arrival of a slot: the source has no more jobs of the slot, so groups
-    get their group slots on this shard."""
+    """Returns whether this change only ends the arrival of a slot. The arrival ends when the source has no more jobs of
+    the slot; groups then get their group slots on this shard."""
     return before.arriving and not now.arriving and now.chunk == before.chunk
 
 
@@ -126,7 +126,7 @@ def _one_owner(owned: Sequence[Owned], *, slack_s: float) -> Iterator[Violation]
                     tenure = _Tenure(shard=now.shard, epoch=now.epoch, from_s=now.at_s)
                     open_ones[now.shard, slot] = tenure
                     tenures[slot].append(tenure)
-                # If the epoch rises without an end in between, the shard owned the slot all the time.
+                # If the epoch rises and the ownership did not end before, the shard has owned the slot all the time.
                 tenure.epoch = now.epoch
             elif tenure is not None:
                 del open_ones[now.shard, slot]
@@ -149,8 +149,8 @@ def _is_accepted(now: Owned, restored: Restored) -> bool:
 
 
 def _as_obeyed(owned: Sequence[Owned], restored: Restored) -> list[Owned]:
-    """Returns the changes that counted as each shard's knowledge, in their order. Between the replacement and the
-    acceptance, the restored shard counted as the owner of nothing."""
+    """Returns, in their order, the changes by which each shard was treated as an owner. Between the replacement and the
+    acceptance, the restored shard was treated as the owner of nothing."""
     others = [now for now in owned if now.shard != restored.shard]
     since = [now for now in owned if now.shard == restored.shard and now.at_s >= restored.accepted_s]
     by_then = [now for now in owned if now.shard == restored.shard and now.at_s < restored.accepted_s]
@@ -173,8 +173,8 @@ def _at_rest(evidence: Evidence) -> Iterator[Violation]:
     owns."""
     placed = {slot: now for now in evidence.placed for slot in now.slots}
     owned = {(now.shard, slot): now for now in evidence.owned for slot in now.slots}
-    # If an org was pinned to the shard that it lived on, that shard may not know the org's own slot until the org
-    # moves.
+    # If an org was pinned to the shard on which it lived already, this shard may not know the org's own slot until the
+    # org moves.
     moved = {slot for now in evidence.placed if len(now.reads) > 1 for slot in now.slots}
     shards = {now.shard for now in evidence.owned}
     wrong: defaultdict[str, list[int]] = defaultdict(list)

@@ -32,8 +32,8 @@ def check(evidence: Evidence) -> Iterator[Violation]:
 
 def _orphans(evidence: Evidence) -> set[str]:
     """Returns the jobs of lost workflows: they came to the shard after the backup was made, and no shard has them now.
-    Such a job may have come from the other shard only after the restore, and may wait for nodes that do not exist any
-    more."""
+    A job of a lost workflow may have come from the other shard only after the restore, and may wait for nodes that do
+    not exist any more."""
     lost = Backup(evidence).lost_flows - {flow.workflow for flow in evidence.flows}
     history = evidence.history
     return {

@@ -3,15 +3,16 @@ that its policies allow. This also holds while operators pause, resume, alter an
 pause are skipped.
 
 The shards record each run in the transaction that stores it, and a move copies the record. So two different records of
-one instant are two decisions, except for a run that waited: such a run has one record from when it was buffered, and
-one from when it was stored. The job that a record names must exist, and each job that names a run must have a record.
-Schedules end before the backup is made, so the backup lacks no runs. But it lacks schedules and dead jobs that moved to
-the shard after the backup was made, and contains schedules that moved away after that.
+one instant are two decisions. The exception is a run that waited: one record was made when the run was buffered, and
+one when it was stored. The job that a record names must exist, and each job that names a run must have a record.
+Schedules end before the backup is made, so the backup lacks no runs. But the backup lacks schedules and dead jobs that
+moved to the shard after the backup was made. And it contains schedules that moved away afterwards.
 
 A call of an operator took effect at some moment between its beginning and its answer. If it was not answered, it may
 have taken effect at any later time. So a pause is certain only until the first unanswered call that may have resumed
 the schedule. Instants are certain only until the first unanswered call that may have altered the schedule. Operators
-make one call after another. Their clock is that of the shards, because all processes of a run are on one machine.
+make one call after another. Operators and shards have the same clock, because all processes of a run are on one
+machine.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _decided(
     for at_us in sorted(must - decided.keys() - {run.at_us for run in backfilled}):
         yield _wrong(schedule, at_us, "it was neither stored nor skipped")
     for at_us, fates in sorted(decided.items()):
-        # A run that has waited has a second record, from when it was stored.
+        # If a run has waited, its second record was made when the run was stored.
         last = fates - {""}
         if at_us not in may:
             yield _wrong(schedule, at_us, "its calendar has no such instant")

@@ -5,8 +5,8 @@ A signal that was answered OK may have no effect. This happens if the signal cam
 node waits for, and somebody then cancelled the job or the workflow. A cancel that was not answered may be executed at
 any later time.
 
-A node's time counts from the transaction that releases it, by the shard's clock. This transaction is no earlier than
-the time at which the node's job was stored.
+A node's time counts from the transaction that releases it, by the shard's clock. This transaction does not begin before
+the node's job was stored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from proof.history import Answer, Outcome, Signal
 
 # Errors that a signal never gets, because each signal is given to a node that exists and waits for a signal.
 _WRONG_CODES = frozenset({"NOT_FOUND", "INVALID_ARGUMENT"})
-# The error if the node has ended without a signal, or will end without one.
+# The error for a signal to a node that has ended, or will end, without a signal.
 _REFUSED = "FAILED_PRECONDITION"
 
 
@@ -54,7 +54,7 @@ def check(evidence: Evidence) -> Iterator[Violation]:
         for one in signals:
             if one.call.code in _WRONG_CODES:
                 yield _wrong(job, f"waits for a signal, which got {one.call.code}", excused=excused)
-        # Other checks report jobs that are nowhere, or have not ended.
+        # Other checks report jobs that are missing, or that have not ended.
         if job in rows and rows[job].state is not State.LIVE:
             begins_us = max(rows[job].stored_us, released_us.get(job, 0))
             until_us = begins_us + round(timeout_s * 1e6)

@@ -110,7 +110,7 @@ def _doubled(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     for job, copies in Counter(row.job for row in there).items():
         if copies > 1:
             what = f"job {job} is stored {copies} times"
-            # Excused: the job had left the shard, the backup brought a copy back, and the copy was then cancelled.
+            # Excused if the job had left the shard, the backup brought a copy back, and the copy was then cancelled.
             yield Violation(invariant="I3", what=what, excused=seconds[job] == 1 and copies == 2)
     # Only one call may be told that it stored the job.
     news: defaultdict[str, list[Call]] = defaultdict(list)
@@ -141,7 +141,8 @@ def _doubled(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
 
 
 def _keys(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
-    """Yields dedup keys that stand for several jobs. A key's window is longer than a run, so there must be one job."""
+    """Yields a violation for each dedup key that stands for several jobs. The window of a key is longer than the whole
+    test run, so there must be only one job."""
     answered: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
     # For each key, the jobs for which the key must still count after the restore, even if the backup lacks some jobs.
     standing: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)

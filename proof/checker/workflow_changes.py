@@ -146,8 +146,8 @@ def _retried(
         if flow.state == "running":
             yield _wrong(flow, "it has not ended", excused=excused)
     for name, job in jobs.items():
-        # A node that was taken over ran in the other workflow, perhaps after this parent had failed there. The node
-        # does not wait for the parent, which runs again in this workflow.
+        # Skip a node that this workflow took over: it ran in the other workflow, perhaps after the parent had failed
+        # there. It does not wait for the parent, which runs again in this workflow.
         if job in old.nodes:
             continue
         first_us = min((at_us for row in rows.get(job, ()) for at_us in _leases(row)), default=None)

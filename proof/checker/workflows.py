@@ -1,11 +1,11 @@
 """Checks I11: each end of a node counts exactly once. So no node runs before its parents have ended, and no node waits
-for ever. This is also checked for nodes that jobs have added to their workflow. Each of them that was acknowledged
-exists once, and callbacks wait for it too. If a job waits for nodes that it has added, it is not leased again before
-they have ended.
+for ever. This is also checked for nodes that jobs have added to their workflow. Each acknowledged node exists once, and
+callbacks wait for it too. If a job waits for nodes that it has added, it is not leased again before they have ended.
 
 Clients only start workflows whose nodes run even if their parents failed. Clients record a settle or a cancel before
-they make the call. So a node has come too early if it arrives before any such call for one of its parents. A job's
-payload names its node. The nodes of a workflow's start have the ids of their jobs as names.
+they make the call. So the job of a node has come too early if, for one of the node's parents, nobody has recorded a
+settle or a cancel before. A job's payload names its node. The nodes of a workflow's start have the ids of their jobs as
+names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _JOBS = {
 }
 # The calls that end a job. A nack ends the job at the last attempt.
 _ENDING = frozenset({Verb.ACK, Verb.NACK, Verb.KILL})
-# How many characters of an id are its time.
+# The time in an id is the first 13 characters of its text.
 _TIME = 13
 # Errors that an addition never gets. All jobs choose different names for nodes, each lease belongs to a node of a
 # workflow that exists, and no job waits for nodes that may wait for this job. The last two codes mean the same: the
@@ -124,7 +124,7 @@ def lost_jobs(evidence: Evidence) -> dict[str, LostJob]:
     # A retry repeats the numbers of the nodes.
     origins = {workflow: workflow for workflow in (*started, *added)}
     origins |= {one.retry: one.workflow for one in evidence.operated if one.retry}
-    # The time in a job's id is the time in the id of its workflow.
+    # The id of a job begins with the same time as the id of the job's workflow.
     by_time: defaultdict[str, set[str]] = defaultdict(set)
     for row in evidence.rows:
         by_time[row.job[:_TIME]].add(row.job)
@@ -218,7 +218,8 @@ def _too_early(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
 
 def _add_signals(evidence: Evidence, backup: Backup, ended_s: dict[str, float]) -> None:
     """Adds the earliest times at which nodes that wait for signals may have ended. Such a node does not end before the
-    nodes that it waits for, even if its signal came early. Its time begins with the end of these nodes."""
+    nodes that it waits for, even if its signal came early. Its time to wait for the signal begins when these nodes have
+    ended."""
     history = evidence.history
     signalled_s: dict[str, float] = {}
     for signal in history.signals:

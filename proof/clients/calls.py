@@ -31,7 +31,7 @@ _Stub = TypeVar("_Stub")
 
 TRY_S = 5.0
 WRITE_FAILED = "WRITE_FAILED"
-# How often a settle or a signal is tried at most, until a router answers.
+# The largest number of tries of a settle or a signal, if no router answers.
 _TRIES_MAX = 5
 _PAUSE_S = 0.3
 _ANSWERS = {
@@ -49,7 +49,7 @@ _REFUSALS = frozenset(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
     }
 )
-# A frozen router accepts a connection, but does not answer. Therefore the waits must be short.
+# A frozen router accepts a connection, but does not answer. Therefore the timeouts of a connection must be short.
 _OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
@@ -111,8 +111,8 @@ async def read(call: Any) -> Any:
 
 
 def code_name(code: grpc.StatusCode, details: str | None) -> str:
-    """Returns the name of a status. WRITE_FAILED means that no router sent the status: the client's gRPC library
-    invents it if a message is written to a stream that has just ended, and forgets the stream's real status."""
+    """Returns the name of a status. WRITE_FAILED means that no router sent the status. If a message is written to a
+    stream that has just ended, the client's gRPC library invents a status and forgets the stream's real status."""
     if code is grpc.StatusCode.INTERNAL and details == "Internal error from Core":
         return WRITE_FAILED
     return code.name

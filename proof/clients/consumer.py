@@ -118,7 +118,7 @@ class Consumer:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            # This client has cancelled the call, because the stream was silent for too long.
+            # The method `_write` of this client has cancelled the call, because the stream was silent for too long.
             outcome, code = Outcome.UNKNOWN, "CANCELLED"
         finally:
             writing.cancel()

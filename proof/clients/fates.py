@@ -34,7 +34,7 @@ NACK_DELAY_S_MAX = 2.0
 _ADDERS = 0.5
 _ADDED_MAX = 3
 _GENERATIONS_MAX = 2
-# The share of these jobs that wait for the nodes that they add.
+# The share of the jobs with added nodes that wait for these nodes.
 _WAITERS = 0.3
 
 

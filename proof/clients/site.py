@@ -35,7 +35,7 @@ class Site:
     generation: int
     seed: int
     orgs: Sequence[str]
-    # The number of this client among the clients of the same kind, and how many such clients there are.
+    # The number of this client among the clients of the same kind, and the number of these clients.
     mine: int
     places: int
     window_s: float
