@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _BATCH = 1000
 _PAGE_MAX = 1000
-# How long one call of `watch` waits for the job's end. Then the command looks for changes.
+# How long one call of `watch` waits for the job's end. After each call, the command prints what has changed.
 _WATCH_S = 1
 
 

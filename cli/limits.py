@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 app = App(help="Limits how much orgs may enqueue, how many of their jobs may start, and how many run at a time.")
 
-# Measures that count what exists at one moment. Their limits have no interval.
+# What some limits count at one moment, and not in an interval.
 _AT_A_TIME = {
     "in_flight": "jobs in flight",
     "backlog": "jobs of backlog",
@@ -200,7 +200,7 @@ def _org(org: str | None, *, every_org: bool) -> str:
 
 
 def _measure(limit: limits_pb2.Limit) -> str:
-    """Returns what the limit counts, such as jobs or in_flight."""
+    """Returns the name of what the limit counts, such as `jobs` or `in_flight`."""
     from windrow.v1 import limits_pb2
 
     return limits_pb2.LimitMeasure.Name(limit.measure).removeprefix("LIMIT_MEASURE_").lower()

@@ -65,7 +65,7 @@ _STYLES = {
     "critical": "bold red",
 }
 _GAP = "  "
-# The pause between two lines about the progress, if no bar is shown.
+# The time between two lines about the progress, if no progress bar is shown.
 _NOTE_S = 10.0
 
 
@@ -73,9 +73,10 @@ _NOTE_S = 10.0
 class Column:
     title: str
     right: bool = False
-    # The cells are states or outcomes, and get colours.
+    # Whether the cells are states or outcomes, which are printed in colours.
     coloured: bool = False
-    # The cells are printed below their rows if the table is too wide for the terminal, or if a cell has several lines.
+    # Print each cell of this column below its row if the table is too wide for the terminal, or if a cell has several
+    # lines.
     detail: bool = False
 
 
@@ -100,8 +101,9 @@ def say_json(documents: Iterable[Mapping[str, object]]) -> None:
 
 
 def _invisible_escaped(line: str) -> str:
-    """Escapes the characters of a line of JSON that a terminal might interpret. JSON itself escapes such characters
-    only up to U+001F. All others are inside the strings of the JSON, where they may be escaped."""
+    """Escapes the characters of a line of JSON that a terminal might interpret. JSON itself escapes only the characters
+    up to U+001F. All other characters that a terminal might interpret are inside strings of the JSON, so they may be
+    escaped."""
     if line.isprintable():
         return line
     return "".join(sign if sign.isprintable() else json.dumps(sign)[1:-1] for sign in line)
@@ -317,12 +319,12 @@ def _stdout() -> Console:
 
 @contextlib.contextmanager
 def _writing() -> Generator[None, None, None]:
-    """Ends the command if a write to standard output fails; without a message if the reader closed the pipe."""
+    """Ends the command if a write to standard output fails. Prints no message if the reader has closed the pipe."""
     _refuse_closed()
     try:
         yield
     except OSError as error:
-        # Discard the rest, which the interpreter would otherwise try to write when it ends.
+        # Discard the rest of the output: otherwise the interpreter would try to write it when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise typer.Exit(ExitCode.PIPE_CLOSED) from error

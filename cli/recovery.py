@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LostRuns(StrEnum):
-    """What becomes of runs of schedules that a shard may have stored before it lost history."""
+    """What to do about runs of schedules that the shard may have stored before it lost history."""
 
     SKIP = "skip"
     RUN_AGAIN = "run-again"

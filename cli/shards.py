@@ -43,8 +43,8 @@ def list_shards(
     if as_json:
         output.say_json({**_shard_json(shard), "cluster_file": _file_json(file)} for shard in found.shards)
     else:
-        # These figures have columns of their own, which are shown only if a shard has such a figure. As text behind the
-        # counts of another column, they would push the counts out of line.
+        # These figures have their own columns, which are shown only if a shard has such a figure. If they were text
+        # after the counts of another column, the counts would not be aligned.
         fields = {"leaving": "leaving_slots", "pinned orgs": "pinned_orgs"}
         extra = {title: name for title, name in fields.items() if any(getattr(shard, name) for shard in found.shards)}
         columns = [
