@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 app = App(help="Limits how much orgs may enqueue, how many of their jobs may start, and how many run at a time.")
 
-# What some limits count at one moment, and not in an interval.
+# Measures that count what exists at one moment, each with its name for messages. A limit of such a measure has no
+# interval.
 _AT_A_TIME = {
     "in_flight": "jobs in flight",
     "backlog": "jobs of backlog",

@@ -156,7 +156,7 @@ class _Up:
     listen: str
     # The data's folder; None for an ephemeral cluster.
     root: Path | None
-    # Whether the cluster asks callers for an API key. If so, this start also creates a key.
+    # Whether this start has --secure: callers then need an API key, and the command prints one.
     secure: bool
     as_json: bool
     # Whether a second signal stopped the cluster at once.

@@ -1,6 +1,7 @@
 """Pushes, and their totals per org, repo and ISO week, computed in memory. Independent of any queue.
 
-The worker does not use these totals: its database computes them in SQL (tables.py). So the two can be compared.
+The worker does not use this module: its database computes the totals in SQL (tables.py). So the results of both can be
+compared.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ EVENTS = Path(__file__).with_name("pushes.jsonl.gz")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """One push to a branch: which repository of which org, when (Unix seconds), and how much it changed."""
+    """One push to a branch: the org and the repository, the time in Unix seconds, and the amount of changes."""
 
     org: str
     repo: str
@@ -62,7 +63,8 @@ class Difference(NamedTuple):
 
 
 def read_pushes(*, most: int | None = None) -> list[Push]:
-    """Reads the pushes of EVENTS, in recorded order; only the first `most` if given."""
+    """Reads the pushes from the file `EVENTS`, in recorded order. If `most` is given, reads only the first `most`
+    pushes."""
     with gzip.open(EVENTS, "rb") as lines:
         return [Push.from_json(line) for line in islice(lines, most)]
 

@@ -25,14 +25,14 @@ CONCURRENCY = 100
 
 @dataclass(slots=True)
 class _Batch:
-    # The pushes by job id: a job that is delivered again while it waits is the same push.
+    # The pushes by job id: if a job is delivered again while its push waits, the push is still here only once.
     pushes: dict[str, Push] = field(default_factory=dict[str, Push])
     applied: bool = False
 
 
 class Totals:
-    """Applies all waiting pushes in one transaction. A single push does not wait for other pushes; while a transaction
-    runs, the next batch fills."""
+    """Applies all waiting pushes in one transaction. If no transaction runs, a push does not wait for other pushes.
+    While a transaction runs, new pushes are collected for the next one."""
 
     def __init__(self, pool: tables.Pool) -> None:
         self._pool = pool
