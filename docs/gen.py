@@ -3,10 +3,10 @@ the options of new jobs in the README of the Python client from NewJob. With --c
 whether these texts are up to date.
 
 A line `{{windrow …}}` of the template becomes the reference of that command: heading, usage, help, options and their
-defaults. After these comes what the docstring of the command has after a form feed, such as an example; `--help` leaves
-it out. A command that the template does not name is put after its predecessor in the list of commands. A line `{{keys
-of …}}` becomes the JSON keys of a job, a schedule or a queue. The template adds what the commands do not contain:
-examples with their output, and the JSON keys of other things.
+defaults. After these comes the part of the command's docstring after a form feed, such as an example; `--help` leaves
+this part out. A command that the template does not name is put after its predecessor in the list of commands. A line
+`{{keys of …}}` becomes the JSON keys of a job, a schedule or a queue. The template adds what the commands do not
+contain: examples with their output, and the JSON keys of other things.
 """
 
 import importlib
