@@ -45,8 +45,8 @@ def check(
     decided: Mapping[int, set[str]],
     pauses: Sequence[tuple[int, int]],
 ) -> _Wrong:
-    """Yields each instant that was decided wrongly, with a text that says what is wrong. `decided`: for each instant
-    the jobs and the reasons of the decisions that the schedule itself made; "" for a run that still waits."""
+    """Yields each instant that was decided wrongly, with a text that says what is wrong. `decided`: for each instant,
+    what the schedule itself decided: the id of a job, or the reason of a skip. "" stands for a run that still waits."""
     own, backfilled = split(runs)
     asked = {one: _instants(schedule, one) for one in schedule.backfills}
     fates: defaultdict[int, list[Run]] = defaultdict(list)

@@ -401,5 +401,5 @@ class Evidence:
 class Violation:
     invariant: str
     what: str
-    # True: a restored backup explains what happened, so it does not count as a violation.
+    # True: a restored backup explains this, so it does not count as a violation.
     excused: bool = False

@@ -152,7 +152,8 @@ def _live_until_s(delivery: Delivery, settles: Sequence[Settle], cancelled_s: fl
     """Returns the time until which the lease was certainly live, or minus infinity if nothing is certain."""
     extends = [one for one in settles if one.call.verb is Verb.EXTEND and one.answer is Answer.OK]
     ends = [one for one in settles if one.call.verb is not Verb.EXTEND]
-    # The arrival of the job proves nothing: the consumer may have been frozen meanwhile.
+    # The time at which the job arrived proves nothing, because the consumer may have been frozen before it read the
+    # job.
     until_s = max((one.call.began_s for one in extends), default=float("-inf"))
     for verb in {one.call.verb for one in ends if one.answer is Answer.OK}:
         until_s = max(until_s, min(one.call.began_s for one in ends if one.call.verb is verb))
@@ -170,9 +171,10 @@ def _after_the_end(
     cancels: Sequence[Cancel],
     backup: Backup,
 ) -> Iterator[Violation]:
-    """Yields deliveries of jobs that were already finished, dead or cancelled."""
-    # For each end of the job: the verb of the call that ended the job, the time at which this call was answered, the
-    # attempt, whether a restored backup lacks the end, and whether the end belongs to the time before the restore.
+    """Yields a violation for each delivery of a job that was already finished, dead or cancelled."""
+    # Each tuple is one end of the job. It has the verb of the call that ended the job, the time at which this call was
+    # answered, and the attempt. The last two fields say whether a restored backup lacks this end, and whether the end
+    # belongs to the time before the restore.
     ends: list[tuple[Verb, float | None, int, bool, bool]] = [
         (
             settle.call.verb,
@@ -221,8 +223,8 @@ def _refused(
     *,
     slack_s: float,
 ) -> Iterator[Violation]:
-    """Yields acks that were answered STALE within the window of a Dequeue, although no other call had settled or
-    cancelled the job."""
+    """Yields a violation for each ack that was answered STALE within the window of a Dequeue, although no other call
+    had settled or cancelled the job."""
     for delivery in of_job:
         if delivery.call.verb is not Verb.DEQUEUE:
             continue
@@ -257,7 +259,7 @@ def _two_ends(settles: defaultdict[LeaseKey, list[Settle]], backup: Backup) -> I
 
 
 def _used_after_the_end(settles: defaultdict[LeaseKey, list[Settle]], backup: Backup) -> Iterator[Violation]:
-    """Yields extends and additions that were answered OK after the lease had ended."""
+    """Yields a violation for each extend or addition that was answered OK after the lease had ended."""
     for lease, of_lease in settles.items():
         for end in filter(answered_ok, of_lease):
             for use in of_lease:

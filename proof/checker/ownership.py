@@ -1,9 +1,9 @@
 """Checks I6: at all times every slot has one writer and at most one owner, and its jobs are on shards on which routers
 look for them.
 
-Uses the journals of the databases, in the order of their commits (proof/journal.py). The journal notes the end of a
-shard's ownership before this change commits. The next shard's ownership begins only after that commit. So, by one
-clock, an ownership always ends before the next one begins, or at the same time.
+Uses the journals of the databases, in the order of their commits (proof/journal.py). The journal records the end of a
+shard's ownership before the transaction that ends it commits. The next shard's ownership begins only after that commit.
+So, by one clock, an ownership always ends before the next one begins, or at the same time.
 
 A shard whose backup was restored has two histories. The history of the replaced database ends with the replacement. The
 history of the backup continues, but the shard owns nothing until an operator accepts the loss.
@@ -78,9 +78,9 @@ def _follows(before: Placed, now: Placed) -> bool:
 
 
 def _epochs(owned: Sequence[Owned], restored: Restored | None = None) -> Iterator[Violation]:
-    """Yields wrong changes of what a shard knows. A shard never goes back to an older epoch of a slot, never opens a
-    closed slot again with the same epoch, and takes chunks one after another. But a restored shard may skip the chunks
-    that it has lost, when an operator accepts the loss."""
+    """Yields a violation for each wrong change of what a shard knows about its slots. A shard never goes back to an
+    older epoch of a slot, never opens a closed slot again with the same epoch, and takes chunks one after another. But
+    a restored shard may skip the chunks that it has lost, when an operator accepts the loss."""
     known: dict[tuple[str, int], Owned] = {}
     for now in owned:
         wrong: defaultdict[str, list[int]] = defaultdict(list)
@@ -169,8 +169,8 @@ def _owns(owned: Sequence[Owned], *, state: str, at_s: float) -> list[Owned]:
 
 
 def _at_rest(evidence: Evidence) -> Iterator[Violation]:
-    """Yields slots that still move, slots whose owner does not know that it owns them, and slots that a wrong shard
-    owns."""
+    """Yields violations for slots that still move, for slots whose owner does not know that it owns them, and for slots
+    that a wrong shard owns."""
     placed = {slot: now for now in evidence.placed for slot in now.slots}
     owned = {(now.shard, slot): now for now in evidence.owned for slot in now.slots}
     # If an org was pinned to the shard on which it lived already, this shard may not know the org's own slot until the
@@ -202,7 +202,7 @@ def _at_rest(evidence: Evidence) -> Iterator[Violation]:
 
 
 def _astray(evidence: Evidence) -> Iterator[Violation]:
-    """Yields jobs on a shard where no router looks for them."""
+    """Yields violations for jobs on a shard where no router looks for them."""
     placed = {slot: now for now in evidence.placed for slot in now.slots}
     if not placed:
         return

@@ -1,7 +1,7 @@
 """Checks two things. If a shard's database went back in time, routers refuse the shard until an operator accepts the
 loss. And routers refuse no other shard.
 
-The check covers the time when all of this was true: all routers knew of marks that the backup lacks, the backup's
+The check covers only the time when three conditions held: all routers knew of marks that the backup lacks, the backup's
 database could be reached, and nobody had begun to accept the loss. There was no other fault in this time.
 """
 

@@ -1,5 +1,5 @@
-"""Works out what operators' calls mean for a schedule: its instants, the terms that may have been in force, and its
-pauses.
+"""Computes from operators' calls the instants of a schedule, the terms that may have been in force, and the pauses of
+the schedule.
 
 A call took effect at some moment between its beginning and its answer. If it was not answered, it may have taken effect
 at any later time.
@@ -18,7 +18,7 @@ RUNS_KEPT = 20
 
 
 def find_instants(schedule: Schedule, created_us: int) -> tuple[set[int], set[int]]:
-    """Returns the instants that must have been decided, and the instants that may have been decided."""
+    """Returns two sets: the instants that must have been decided, and the instants that may have been decided."""
     ends_us = schedule.ends_us
     # For each set of terms: the earliest time at which the terms may have come into force, and the time from which they
     # certainly were in force.
@@ -72,8 +72,8 @@ def between(schedule: Schedule, began_us: int, ended_us: int | None) -> list[Ter
 
 
 def certain_pauses(changes: Sequence[Change]) -> list[tuple[int, int]]:
-    """Returns the times, with beginning and end, in which a schedule or a workflow was certainly paused. A workflow's
-    cancel ends its pause."""
+    """Returns the beginning and the end of each time in which a schedule or a workflow was certainly paused. A cancel
+    of a workflow also ends its pause."""
     pauses: list[tuple[int, int]] = []
     since_us: int | None = None
     for one in changes:

@@ -1,6 +1,6 @@
-"""Checks I10: each instant of a schedule, from its creation to its end, was stored as one job, or skipped for a reason
-that its policies allow. This also holds while operators pause, resume, alter and trigger the schedule. Instants of a
-pause are skipped.
+"""Checks I10: each instant between the creation and the end of a schedule was stored as one job, or skipped for a
+reason that the schedule's policies allow. This also holds while operators pause, resume, alter and trigger the
+schedule. Instants of a pause are skipped.
 
 The shards record each run in the transaction that stores it, and a move copies the record. So two different records of
 one instant are two decisions. The exception is a run that waited: one record was made when the run was buffered, and
@@ -74,8 +74,8 @@ def _decided(
 ) -> Iterator[Violation]:
     must, may = find_instants(schedule, stored.created_us)
     pauses = certain_pauses(schedule.changes)
-    # For each instant the jobs and the reasons of the decisions that the schedule itself made; "" for a run that still
-    # waits.
+    # For each instant, what the schedule itself decided: the id of a job, or the reason of a skip. "" stands for a run
+    # that still waits.
     decided: defaultdict[int, set[str]] = defaultdict(set)
     own, backfilled = backfills.split(runs)
     for run in runs:
@@ -152,7 +152,7 @@ def _triggered(schedule: Schedule, runs: Sequence[Run]) -> Iterator[Violation]:
                 invariant="I10", what=f"{_named(schedule)}: its run with job {job}, which was triggered, is not stored"
             )
         for first_us, second_us in pairwise(sorted(made.values())):
-            # A repeated call is recognised while its run is among the newest runs.
+            # A repeated call is recognised as long as the run that it triggered is among the newest runs.
             if len({run.at_us for run in runs if first_us < run.at_us < second_us}) < RUNS_KEPT:
                 yield _wrong(schedule, second_us, f"the run that call {request} had triggered was stored again")
     for request, made in of_request.items():

@@ -97,8 +97,8 @@ def _wrong_end(row: Row, signals: Sequence[Signal], *, until_us: int, was_cancel
 
 
 def _timeouts(evidence: Evidence, lost: Mapping[str, LostJob]) -> dict[str, float]:
-    """Returns for how long nodes wait for signals, by the ids of their jobs. A retry repeats the nodes of its
-    workflow."""
+    """Returns for how long nodes wait for signals, by the ids of their jobs. A retry has the same nodes as the workflow
+    that it retries."""
     by_name = {one.job: one.timeout_s for one in evidence.history.enqueues if one.timeout_s is not None}
     of_flows = {job: name for flow in evidence.flows for job, name in flow.names.items() if name in by_name}
     of_lost = {job: one.node for job, one in lost.items() if one.node in by_name}
@@ -111,7 +111,8 @@ def _by_job(evidence: Evidence) -> dict[str, list[Signal]]:
     retries = {one.retry for one in evidence.operated}
     given: defaultdict[str, list[Signal]] = defaultdict(list)
     for one in evidence.history.signals:
-        # Nodes of a start have the ids of their jobs as names. The jobs of a retry that is lost are not known.
+        # Nodes of a workflow's start have the ids of their jobs as names. If the tables lack a retry, its jobs are not
+        # known.
         if (one.workflow, one.node) in jobs or one.workflow not in retries:
             given[jobs.get((one.workflow, one.node), one.node)].append(one)
     return dict(given)

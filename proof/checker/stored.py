@@ -44,7 +44,8 @@ def _lost(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
 
 
 def _overlooked(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
-    """Yields calls that were answered NOT_FOUND although the job had been acknowledged or delivered before."""
+    """Yields a violation for each call that was answered NOT_FOUND although the job had been acknowledged or delivered
+    before."""
     history = evidence.history
     known_s: dict[str, float] = {}
     # The time at which the job was known to be stored again, after a backup was restored.
@@ -112,7 +113,7 @@ def _doubled(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
             what = f"job {job} is stored {copies} times"
             # Excused if the job had left the shard, the backup brought a copy back, and the copy was then cancelled.
             yield Violation(invariant="I3", what=what, excused=seconds[job] == 1 and copies == 2)
-    # Only one call may be told that it stored the job.
+    # Only one call may get the answer that it has stored the job.
     news: defaultdict[str, list[Call]] = defaultdict(list)
     for enqueue in enqueues:
         if enqueue.answered is not None and not enqueue.duplicate:
@@ -144,7 +145,8 @@ def _keys(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     """Yields a violation for each dedup key that stands for several jobs. The window of a key is longer than the whole
     test run, so there must be only one job."""
     answered: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
-    # For each key, the jobs for which the key must still count after the restore, even if the backup lacks some jobs.
+    # For each key, the jobs for which the key must still count after the restore, even though the backup lacks some
+    # jobs.
     standing: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
     for enqueue in evidence.history.enqueues:
         if enqueue.key and enqueue.answered is not None:

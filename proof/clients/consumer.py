@@ -62,8 +62,8 @@ class Consumer:
         org: str,
         add: Callable[[str, job_pb2.LeasedJob, random.Random], Awaitable[bool]] | None = None,
     ) -> None:
-        """`add`: adds nodes to the workflow of a job before the job is settled. Returns whether to forget the job
-        instead of settling it."""
+        """`add`: a function that adds nodes to the workflow of a job before the job is settled. It returns whether to
+        forget the job instead of settling it."""
         self._add = add
         self._site = site
         self._orders = orders
@@ -75,8 +75,8 @@ class Consumer:
         self._news = asyncio.Event()
         self._sent: dict[int, _Sent] = {}
         self._number = 0
-        # The jobs in hand, and the credit that was given to the stream and that no job has used yet. Their sum is at
-        # most _CREDIT.
+        # The number of jobs that the consumer has and has not settled, and the credit that the stream still has. Their
+        # sum is at most _CREDIT.
         self._in_hand = 0
         self._room_given = 0
 
@@ -89,7 +89,7 @@ class Consumer:
     async def _stream(self, group: asyncio.TaskGroup) -> None:
         window_s = self._site.window_s
         history = self._recorder.begin(Verb.CONSUME, self._org, {"window_s": window_s})
-        # The client ends some streams itself, at any moment.
+        # Give some streams a random deadline, so that the client ends them at any moment.
         life_s = None if self._orders.calm.is_set() else self._luck.uniform(*_LIFE_S)
         call: Any = self._stub.Consume(timeout=life_s)
         writing = asyncio.create_task(self._write(call))

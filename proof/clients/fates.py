@@ -13,7 +13,7 @@ class Fate(enum.Enum):
     RELEASE = enum.auto()
     # Extends the lease, once or several times, and then acks.
     EXTEND = enum.auto()
-    # Works for about as long as the window, or longer, and does not extend the lease.
+    # Works for about the length of the window, or longer, and does not extend the lease.
     OVERSLEEP = enum.auto()
     # Makes no call about this lease.
     FORGET = enum.auto()
@@ -67,6 +67,6 @@ def draw_added(node: str, luck: random.Random) -> dict[str, list[str]]:
 
 
 def waits_for_added(node: str) -> bool:
-    """If the job of `node` adds nodes, returns whether its last call also waits for them. The answer is the same in
-    each attempt of the job."""
+    """If the job of `node` adds nodes, returns whether the last call that adds nodes also makes the job wait for them.
+    The answer is the same in each attempt of the job."""
     return random.Random(f"{node} waits").random() < _WAITERS

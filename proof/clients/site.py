@@ -39,7 +39,7 @@ class Site:
     mine: int
     places: int
     window_s: float
-    # How many jobs a second this client enqueues, if its load is planned.
+    # How many jobs this client enqueues per second, if its load is planned.
     per_s: float = 0.0
 
     def to_json(self) -> str:
