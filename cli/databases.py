@@ -103,7 +103,8 @@ def quiet() -> None:
 
 
 def stop_on_signals() -> asyncio.Event:
-    """Returns an event that SIGTERM and Ctrl-C set from now on, instead of ending the process. Needs a running loop."""
+    """Returns an event. From now on, SIGTERM and Ctrl-C set this event instead of ending the process. Needs a running
+    event loop."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -337,8 +337,8 @@ async def _kill_routers(run: Run, cluster: LocalCluster) -> None:
 
 
 async def _kill_postgres(run: Run, cluster: LocalCluster, console: Console, seconds: float) -> None:
-    """Kills a Postgres after one third and two thirds of the enqueueing. The server is restarted, and recovers from its
-    WAL."""
+    """Kills a Postgres server after one third and after two thirds of `seconds`. The killed server is restarted, and
+    recovers from its WAL."""
     for _ in range(POSTGRES_KILLS):
         await asyncio.sleep(seconds / (POSTGRES_KILLS + 1))
         await asyncio.to_thread(cluster.postgres[POSTGRES_KILLED].kill)

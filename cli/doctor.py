@@ -1,5 +1,5 @@
-"""`windrow doctor`: finds database problems and prints the commands that fix them. It reads the cluster file and
-connects to the databases."""
+"""`windrow doctor`: finds database problems and prints the commands that fix them. The command reads the cluster file
+and connects to the databases."""
 
 from __future__ import annotations
 

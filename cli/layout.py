@@ -191,7 +191,7 @@ def _write_parameters(command: Any, ctx: Any, formatter: Any) -> None:
 
 
 def _readable_message(text: str) -> str:
-    """Replaces typer's messages about numbers, which are for programmers."""
+    """Replaces typer's messages about wrong numbers, because only programmers understand these."""
     if found := re.fullmatch(r"(\S+) is not in the range (\S+)\.", text):
         return f"{found[1]} is out of range: it must be {_plain(found[2])}"
     text = re.sub(r"is not a valid int(eger)?( range)?\.", "is not a whole number", text)
@@ -199,7 +199,7 @@ def _readable_message(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Writes defaults and bounds as words."""
+    """Rewrites typer's notation of defaults and bounds in words."""
     text = re.sub(r"default: \(([^()]*)\)", r"default: \1", text)
     text = re.sub(r"(\d+)<=x<=(\d+)", r"\1 to \2", text)
     text = re.sub(r"x<=(\d+)", r"at most \1", text)

@@ -1,5 +1,5 @@
-"""`windrow shards plan`, `rebalance`, `drain` and `forget`: moves of slots between shards. They read the cluster file
-and the databases, as the balancer does."""
+"""`windrow shards plan`, `rebalance`, `drain` and `forget`: moves of slots between shards. These commands read the
+cluster file and the databases, as the balancer does."""
 
 from __future__ import annotations
 

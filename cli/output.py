@@ -193,7 +193,8 @@ def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, ind
 
 
 def wrapped(text: str, *, indent: int) -> str:
-    """Wraps a text to the terminal's width minus an indent. Without a terminal, the text stays on one line."""
+    """Wraps a text to the terminal's width minus an indent. If standard output is not a terminal, the text stays on one
+    line."""
     return textwrap.fill(text, max(40, _stdout().width - indent), break_long_words=False, break_on_hyphens=False)
 
 

@@ -1,5 +1,5 @@
-"""`windrow shards accept` and `windrow shards recover`, for a shard that lost history. They read the cluster file and
-connect to the databases."""
+"""`windrow shards accept` and `windrow shards recover`, for a shard that lost history. These commands read the cluster
+file and connect to the databases."""
 
 from __future__ import annotations
 

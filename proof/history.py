@@ -1,7 +1,7 @@
 """What clients saw. Each client records its calls and their answers at once, and the checker reads these records after
 the run.
 
-There is one file for each client process, with one JSON object a line. A client writes the line of a call before it
+There is one file for each client process, with one JSON object per line. A client writes the line of a call before it
 makes the call. So the beginning of a call is recorded even if the client is then killed. A SIGKILL damages at most the
 last line. Times are of CLOCK_MONOTONIC, which all processes of a machine share. The wall clock is recorded too, to show
 whether it jumped.
@@ -168,7 +168,7 @@ class Signal:
 class Delivery:
     """One job that a consumer got, with its lease."""
 
-    # The Dequeue call, or the stream.
+    # The Dequeue call or the Consume stream by which the job came.
     call: Call
     lease: LeaseKey
     attempt: int

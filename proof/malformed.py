@@ -172,7 +172,7 @@ def _damage(luck: random.Random, data: bytearray) -> None:
 
 def _any_frame(luck: random.Random) -> bytes:
     body = luck.randbytes(luck.choice((0, 1, 4, 5, 6, 8, 9, luck.randrange(256))))
-    # Most frames use one of a few streams, so that several frames meet on one stream.
+    # Most frames use one of a few streams, so that often several frames have the same stream.
     stream = luck.choice((0, 1, 3, 5, 2, 2**31 - 1, luck.randrange(2**31)))
     return _frame(luck.randrange(_FRAME_TYPES), luck.randrange(256), stream, body)
 

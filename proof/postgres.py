@@ -33,7 +33,7 @@ _ANSWER_S_MAX = 10
 # How often to repeat a statement that needs a database without connections. The statement fails if somebody connects
 # after all connections were terminated.
 _TRIES_MAX = 3
-# Few connections, so that a fault can take all of them. Little WAL, so that a small disk is enough.
+# Allow few connections, so that a fault can use all of them. Keep little WAL, so that a small disk is enough.
 SMALL = {
     "max_connections": "80",
     "shared_buffers": "64MB",
@@ -122,7 +122,7 @@ class Entrance:
 
     @contextlib.contextmanager
     def closed(self) -> Generator[None, None, None]:
-        """Cuts all connections, and refuses new ones."""
+        """Cuts all connections, and cuts new ones at once, until the context ends."""
         for proxy in self.proxies:
             proxy.closed = True
             proxy.cut_all()

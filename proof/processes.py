@@ -1,5 +1,5 @@
-"""Starts and ends processes. Processes of this repository print `ready …` when they serve, and end when their input
-ends."""
+"""Starts and ends processes. Processes of this repository print `ready …` as soon as they serve, and end when their
+standard input ends."""
 
 from __future__ import annotations
 

@@ -167,7 +167,8 @@ class Proxy:
                     case Moment.SENT:
                         link.server[1].write(data)
                         await link.server[1].drain()
-                        # Close in an orderly way, so that data that was sent still arrives.
+                        # Close this connection in an orderly way, so that the server still receives the data that was
+                        # sent.
                         link.server[1].close()
                         link.client[1].transport.abort()
                         return

@@ -111,8 +111,8 @@ class Backup:
 
     def was_given_before(self, delivery: Delivery) -> bool:
         """Returns whether the lease was given before the backup was restored. True for all leases of a job that the
-        restore did not change. This matters because attempts after the restore are counted from the state in the
-        backup."""
+        restore did not change. The checker needs to know this because attempts after the restore are counted from the
+        state in the backup."""
         row = self._replaced.get(delivery.lease.job)
         if row is None or not self.rewinds(delivery.lease.job) or delivery.received_s < self.swapped_s:
             return True

@@ -1,6 +1,7 @@
 """Checks how much a single fault may affect clients, and how large a router may grow (I9).
 
-An orderly restart (SIGTERM) shows clients only UNAVAILABLE. A locked row delays only calls of its own org (I4).
+While a router restarts in an orderly way (SIGTERM), clients see no other error than UNAVAILABLE. A locked row delays
+only calls of the org to which the row belongs (I4).
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class Past:
 
 
 class RunName(NamedTuple):
-    """How a job names the run of a schedule that stored it: by the schedule's name, the nominal instant, and the number
-    of the terms (Terms) under which it was stored."""
+    """The name by which a job refers to the run of a schedule that stored the job: the schedule's name, the nominal
+    instant, and the number of the terms (`Terms`) under which the job was stored."""
 
     schedule: str
     at_us: int
@@ -182,7 +182,8 @@ class OperatedFlow:
     cancelling_s: float | None = None
     # The state of the workflow in the answer to the cancel. Empty: the cancel was not answered.
     ended_as: str = ""
-    # The id of the workflow that retries this one, and whether the call was answered. Empty: nobody retried it.
+    # `retry`: the id of the workflow that retries this one. Empty: nobody retried it. `retried`: whether the call that
+    # retries it was answered.
     retry: str = ""
     retried: bool = False
 
@@ -239,7 +240,7 @@ class OrgBooks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """The catalog's placement of slots: at the beginning, or after one step of a move."""
+    """The catalog's placement of slots at the beginning of the test run, or after one step of a move."""
 
     at_s: float
     slots: Sequence[int]
@@ -250,8 +251,8 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owned:
-    """A change of what a shard knows about slots: that it owns them now, that it does not own them any more, or that a
-    chunk of their jobs has left or arrived."""
+    """A change of what a shard knows about slots: the shard now owns the slots, does not own them any more, or has sent
+    or received a chunk of their jobs."""
 
     shard: str
     at_s: float
@@ -260,7 +261,7 @@ class Owned:
     state: str
     epoch: int
     chunk: int
-    # Whether the slot is arriving by a move, and the source still has jobs of it.
+    # Whether a move is bringing the slot to this shard, and the source still has jobs of the slot.
     arriving: bool = False
 
 
@@ -269,7 +270,7 @@ class Found:
     """A router's answers about one org at the end of the run."""
 
     org: str
-    # The id and the state of each job in the answer. A job is here as often as the answer names it.
+    # The id and the state of each job in the answer. If the answer names a job twice, this list has the job twice.
     jobs: Sequence[tuple[str, State]]
     # The router's counts of all jobs of the org.
     counted: Mapping[State, int]
@@ -324,7 +325,7 @@ class Version:
     # What the shard had recorded about its slots until that time.
     owned: Sequence[Owned]
     schedules: Sequence[StoredSchedule] = ()
-    # The ids of its workflows. A move also moves workflows, but not their finished jobs.
+    # The ids of the workflows in the database. A move also moves workflows, but not their finished jobs.
     flows: frozenset[str] = frozenset()
 
 
@@ -342,11 +343,11 @@ class Restored:
     """The replacement of a shard's database by an older copy of itself. An operator then accepted the loss."""
 
     shard: str
-    # The copy, and the replaced database in its last state.
+    # `backup`: the older copy. `replaced`: the replaced database in its last state.
     backup: Version
     replaced: Version
     copied_s: float
-    # From this time on, the replaced database could not be reached. Calls that began later used the backup.
+    # The time from which the replaced database could not be reached any more. Calls that began later used the backup.
     swapped_s: float
     # Between `back_s` and `accepting_s`, the backup could be reached, and nobody had begun to accept the loss.
     back_s: float
@@ -388,8 +389,8 @@ class Evidence:
     resident_bytes: Mapping[int, int] = field(default_factory=dict[int, int])
     # The bound for the resident memory. None: no bound was given.
     resident_bytes_max: int | None = None
-    # From this time on every due job must be delivered on time: faults are over, and earlier leases have ended. None:
-    # deliveries are not checked.
+    # The time from which every due job must be delivered on time, because faults are over and earlier leases have
+    # ended. None: deliveries are not checked.
     calm_s: float | None = None
     # How late a job may be delivered after `calm_s`: the sweep interval, plus the delay that a slow machine may cause.
     late_s_max: float = 0.0

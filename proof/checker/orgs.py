@@ -13,7 +13,7 @@ from proof.checker.workflows import added_names
 def check(evidence: Evidence) -> Iterator[Violation]:
     owner = {enqueue.job: enqueue.call.org for enqueue in evidence.history.enqueues}
     backup = Backup(evidence)
-    # The payload of a schedule's job names the schedule. The payload of an added node's job names the node.
+    # The payload of a job that a schedule stored names the schedule. The payload of an added node's job names the node.
     named = {row.job: {row.run.schedule} for row in evidence.rows if row.run is not None} | added_names(evidence)
     for delivery in evidence.history.deliveries:
         job, asker = delivery.lease.job, delivery.call.org

@@ -44,7 +44,7 @@ class _Sent:
     """One message that has not been answered yet."""
 
     sayings: Sequence[_Saying]
-    # The numbers of these sayings' calls in the history.
+    # For each saying, the number of its call in the history.
     numbers: Sequence[int]
     sent_s: float
 
@@ -151,7 +151,7 @@ class Consumer:
                     await call.done_writing()
                     return
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            # The stream has ended. The reader gets the reason.
+            # The stream has ended. The coroutine that reads the stream gets the reason.
             pass
         except TimeoutError:
             call.cancel()
@@ -205,7 +205,7 @@ class Consumer:
             self._recorder.end(number, Outcome.OK, answered=[calls.answer_of(answer)])
 
     def _forget_sent(self) -> None:
-        """Plans to send again everything that was not answered before the stream ended."""
+        """Puts everything that was not answered before the stream ended back into the list of what to send."""
         for number in list(self._sent):
             self._again(self._sent.pop(number), "STREAM_ENDED")
 

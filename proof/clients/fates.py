@@ -54,9 +54,9 @@ def pick_org(luck: random.Random, orgs: list[str]) -> str:
 
 def draw_added(node: str, luck: random.Random) -> dict[str, list[str]]:
     """Returns the names of the nodes that the job of `node` adds to its workflow by one call, each with the names of
-    its parents. Empty: the job adds no nodes. All calls choose from the same nodes, in each attempt of the job; `luck`
-    only decides how many of them a call names. If the job waits for these nodes, none of them has `node` as a
-    parent."""
+    its parents. Empty: the job adds no nodes. All calls, also those of later attempts of the job, choose from the same
+    nodes; `luck` only decides how many of these nodes a call names. If the job waits for these nodes, none of them has
+    `node` as a parent."""
     own = random.Random(node)
     added: dict[str, list[str]] = {}
     if node.count("+") < _GENERATIONS_MAX and own.random() < _ADDERS:

@@ -1,4 +1,4 @@
-"""The orders that a client process gets on standard input: one JSON object at its start, then one word a line.
+"""The orders that a client process gets on standard input: one JSON object at its start, then one word per line.
 
 `calm`: behave well from now on. `probe`: producers enqueue one job for every org. The end of the input means: finish
 and exit.
@@ -26,8 +26,8 @@ _LINE_BYTES_MAX = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """What a client process must know. `name` and `generation` are part of the seed of its choices. The process that
-    replaces a killed one has another generation, so it makes other choices."""
+    """What a client process must know. `name` and `generation` are part of the seed of the random choices of the
+    process. The process that replaces a killed one has another generation, so it makes other choices."""
 
     address: str
     folder: str
