@@ -6,9 +6,9 @@ makes the call. So the beginning of a call is recorded even if the client is the
 last line. Times are of CLOCK_MONOTONIC, which all processes of a machine share. The wall clock is recorded too, to show
 whether it jumped.
 
-    {"at": s, "wall": s, "call": 7, "verb": "ack", "org": "o1", "asked": …}     it begins; "due": s if it was planned
-    {"at": s, "wall": s, "of": 7, "got": [job, …]}                              jobs came: on a stream, again and again
-    {"at": s, "wall": s, "of": 7, "outcome": "ok", "code": "", "answered": …}   it has ended
+    {"at": s, "wall": s, "call": 7, "verb": "ack", "org": "o1", "asked": …}     the call begins; "due": s if planned
+    {"at": s, "wall": s, "of": 7, "got": [job, …]}                              jobs came; a stream has many such lines
+    {"at": s, "wall": s, "of": 7, "outcome": "ok", "code": "", "answered": …}   the call has ended
 """
 
 from __future__ import annotations
