@@ -67,7 +67,7 @@ class Answer(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
-# The answers for a lease that had ended. They mean that nothing was changed.
+# The answers for a lease that had ended. With these answers, nothing was changed.
 ENDED = frozenset({Answer.STALE, Answer.NOT_FOUND, Answer.CANCELLED})
 
 
@@ -86,7 +86,7 @@ class Call:
     verb: Verb
     org: str
     began_s: float
-    # None: the client ended before the call did.
+    # None: the client process ended before the call.
     ended_s: float | None = None
     outcome: Outcome = Outcome.UNKNOWN
     # The code of the status; empty for OK.
@@ -115,7 +115,7 @@ class Enqueue:
     key: str = ""
     # Infinity: the job is due when other jobs have ended.
     delay_s: float = 0.0
-    # The workflow that the job is in, and the jobs that the job waits for. Empty: the job is in no workflow.
+    # The workflow of the job, and the jobs that the job waits for. `workflow` is empty if the job is in no workflow.
     workflow: str = ""
     after: Sequence[str] = ()
     # For how long the job's node waits for a signal. None: it does not wait for a signal, and the job runs.
@@ -225,7 +225,8 @@ class History:
 
 
 class Recorder:
-    """Writes one client's file. Each line goes to the kernel at once, so it survives a SIGKILL."""
+    """Writes one client's file. Passes each line to the kernel at once, so that the line survives a SIGKILL of the
+    client."""
 
     def __init__(self, folder: Path, client: str) -> None:
         self._file: IO[str] = (folder / f"{client}{_SUFFIX}").open("a", buffering=1)

@@ -1,7 +1,7 @@
-"""The shards of a run. Owns their Postgres servers, one of which may have a standby, and the proxies in front of the
-servers.
+"""The shards of a test run. Starts and ends their Postgres servers, one of which may have a standby, and the proxies in
+front of the servers.
 
-Nothing here restarts a server by itself: the caller that stopped a server starts it again.
+This module never restarts a server by itself: the caller that stopped a server must start it again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SMALL = {
 
 class Node:
     """One Postgres server. `root`: the folder for its data; None: any folder. `cluster`: an embedded server that exists
-    already; None: makes one."""
+    already; None: the node makes its own server."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ def start(client: windrow.SyncClient, signup: str, people: Sequence[str]) -> int
             QUEUE,
             KIND,
             {"to": person, "subject": f"{CAMPAIGN}: {step}"},
-            # By these attributes, the messages of a person or of a step can be found.
+            # With these attributes, you can find the messages of a person or of a step.
             attributes={"campaign": CAMPAIGN, "person": person, "step": step},
             run_at=now + timedelta(days=days),
             dedup_key=f"{signup} {person} {step}",
@@ -54,7 +54,7 @@ def stop(client: windrow.SyncClient, person: str) -> int:
 def move(client: windrow.SyncClient, person: str, days: float) -> int:
     """Postpones by `days` all messages that a person has not got yet. Returns the number of changed messages."""
     moved = 0
-    # With several states, the list is in the order of the ids, so a message that is moved keeps its place.
+    # With several states, the list is in the order of the ids, so a message that is moved keeps its place in the list.
     states = [windrow.JobState.SCHEDULED, windrow.JobState.READY]
     for job in client.iter_jobs(QUEUE, states=states, attributes={"campaign": CAMPAIGN, "person": person}):
         # Change each message by its own call, because each has another time. For a message that a worker is sending

@@ -15,7 +15,7 @@ import windrow
 IMPORTS, ROWS = "imports", "rows"
 # The supplier's server allows this many downloads at a time.
 AT_ONCE = 2
-# These feeds stand for files that a supplier offers: their names, and how many products each has.
+# These feeds stand for files that a supplier offers. Each has a name and a number of products.
 FEEDS = {"coats": 5000, "hats": 900, "shoes": 1200, "ties": 300}
 # One of this many rows is broken.
 BROKEN_EVERY = 250

@@ -43,7 +43,7 @@ class Products:
 
 
 def make_worker(org: str, products: Products, *, window_s: float) -> windrow.Worker:
-    # The worker may have the jobs of four batches: one batch runs while jobs for the next batches are collected.
+    # The worker may have the jobs of four batches, so that jobs for the next batches are collected while a batch runs.
     worker = windrow.Worker(windrow.Client(org=org), ROWS, concurrency=4 * BATCH, visibility_window=window_s)
 
     @worker.batch_handler("index_row", max_jobs=BATCH, max_wait=0.05)

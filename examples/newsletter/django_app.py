@@ -34,7 +34,7 @@ def make_application(settings: Settings, worker: threading.Thread) -> Any:
         address = str(json.loads(request.body)["address"])
         subscribers.add(address)
         try:
-            # In a view with a Django transaction, call this by `transaction.on_commit()`.
+            # In a view that uses a Django transaction, make this call by `transaction.on_commit()`.
             (stored,) = client.enqueue_many([mail_to(address, "Welcome")])
         except windrow.WindrowError as error:
             return JsonResponse({"error": str(error)}, status=503)

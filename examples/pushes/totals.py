@@ -1,7 +1,7 @@
 """Pushes, and their totals per org, repo and ISO week, computed in memory. Independent of any queue.
 
-The worker does not use this module: its database computes the totals in SQL (tables.py). So the results of both can be
-compared.
+The worker does not compute totals with this module: its database computes them in SQL (tables.py). So the two results
+can be compared.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Sums(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A key with wrong sums. None: there is no such row."""
+    """A key whose sums are wrong. `expected` or `found` is None if there is no row with this key."""
 
     key: Key
     expected: Sums | None

@@ -19,7 +19,7 @@ from examples.pushes import tables
 from examples.pushes.producer import KIND, QUEUE
 from examples.pushes.totals import Push, read_pushes
 
-# How many handlers run at the same time, for each org. Most of them only wait for the transaction that they share.
+# How many handlers of each org run at the same time. Most handlers only wait for the transaction that they share.
 CONCURRENCY = 100
 
 
@@ -91,8 +91,8 @@ async def work(
 
 
 def _end_with_stdin() -> None:
-    """Ends this process when its parent process ends, in any way. The parent process holds the other end of standard
-    input."""
+    """Ends this process when its parent process ends, no matter how the parent ends. The parent process holds the other
+    end of standard input."""
     while os.read(0, 4096):
         pass
     # SIGTERM stops running workers gracefully. If no worker runs yet, SIGTERM ends the process.

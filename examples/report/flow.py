@@ -15,8 +15,8 @@ import windrow
 from examples.pushes.totals import Push, read_pushes
 
 QUEUE = "report"
-# How many pushes one node counts. The payload of a node may have 1 MiB, and all payloads of the workflow together 16
-# MiB.
+# How many pushes one node counts. The payload of a node may have up to 1 MiB. All payloads of the workflow together may
+# have up to 16 MiB.
 PART = 100
 WAIT_S = 600.0
 

@@ -145,7 +145,7 @@ class Backfill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A schedule that the run created, or tried to create. Times are of the shards' clock."""
+    """A schedule that the test run created, or tried to create. Times are of the shards' clock."""
 
     org: str
     name: str
@@ -210,8 +210,8 @@ class StoredSchedule:
 
 
 class Run(NamedTuple):
-    """What a shard once recorded about a run, or about instants that were skipped together, from `at_us` to
-    `through_us` inclusive."""
+    """A record that a shard once had about a run, or about instants that were skipped together. In the second case, the
+    instants are those from `at_us` to `through_us`, both included."""
 
     schedule_id: str
     at_us: int
@@ -220,7 +220,7 @@ class Run(NamedTuple):
     outcome: str
     skipped_for: str | None
     job: str | None
-    # The time at which the transaction that decided this began.
+    # The time at which the transaction that made this decision began.
     decided_us: int
     # The id of the TriggerSchedule request that asked for the run. None: no such request.
     request: str | None = None
@@ -369,13 +369,13 @@ class Evidence:
     releases: Sequence[Release] = ()
     schedules: Sequence[Schedule] = ()
     stored_schedules: Sequence[StoredSchedule] = ()
-    # All records of runs that any shard ever had. A move copies runs.
+    # All records of runs that any shard ever had. A move copies these records.
     runs: frozenset[Run] = frozenset()
     # The placements of slots, in the order of the catalog's commits.
     placed: Sequence[Placed] = ()
-    # What shards know about slots; for each shard, in the order of its commits.
+    # The changes of what shards know about slots. The changes of one shard are in the order of its commits.
     owned: Sequence[Owned] = ()
-    # The slots of the orgs that have a slot of their own.
+    # For each org that has its own slot, the number of this slot.
     pins: Mapping[str, int] = field(default_factory=dict[str, int])
     # A router's answers about every org. None: no router was asked.
     found: Sequence[Found] | None = None
