@@ -1,4 +1,5 @@
-"""Calls to a router: one channel, a deadline for every call, and for every failure one sentence with a remedy."""
+"""Makes calls to a router: over one channel, and with a deadline for every call. The message of every failure is one
+sentence that says what to do."""
 
 from __future__ import annotations
 

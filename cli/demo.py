@@ -94,7 +94,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The result of a finished run."""
+    """What the checks after a run have found."""
 
     records: Mapping[str, Sequence[windrow.JobRecord]]
     # Acknowledged ids that were not found or have not succeeded, each with its org and state.

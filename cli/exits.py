@@ -17,8 +17,8 @@ class ExitCode(IntEnum):
     USAGE = 2
     UNAVAILABLE = 3
     NOT_FOUND = 4
-    # Trying again later does not help: the queue exists already or is not empty, the port is in use, a limit is smaller
-    # than the call, the cluster file does not fit the databases, or the caller's key lacks a scope.
+    # Trying again later does not help. For example: a queue exists already or is not empty, a port is in use, a limit
+    # is smaller than the call, the cluster file does not fit the databases, or the caller's key lacks a scope.
     REFUSED = 5
     INTERRUPTED = 130
     # 128 plus the number of SIGPIPE: the code that shells report for a program that SIGPIPE ended.

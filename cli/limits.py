@@ -1,4 +1,5 @@
-"""`windrow limits`: how much orgs may enqueue, how many of their jobs may start, and how many may run at a time."""
+"""`windrow limits`: limits on how much orgs may enqueue, how many of their jobs may start in an interval, and how many
+may be leased at the same time."""
 
 from __future__ import annotations
 

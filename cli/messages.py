@@ -243,8 +243,8 @@ def _workflow_json(of: job_pb2.WorkflowNode | None) -> dict[str, object] | None:
 
 
 def _scheduled_run_json(run: job_pb2.ScheduledRun | str | None) -> dict[str, object] | None:
-    """Returns which run of a schedule has stored a job, or None if a producer enqueued the job. For an exported job,
-    `run` is a text: the JSON that the shard stores, with times in microseconds."""
+    """Returns, as JSON values, the run of a schedule that has stored a job, or None if a producer enqueued the job. For
+    an exported job, `run` is a text: the JSON that the shard stores, with times in microseconds."""
     if run is None:
         return None
     if isinstance(run, str):

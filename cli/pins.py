@@ -1,5 +1,5 @@
-"""`windrow shards pin`, `unpin` and `pins`: orgs that live on a shard of an operator's choice, and not on the shard of
-their hash.
+"""`windrow shards pin`, `unpin` and `pins`: for orgs that live on the shard that an operator has chosen, and not on the
+shard of their hash.
 
 The commands change the wanted shard in the catalog. A balancer then moves the orgs.
 """

@@ -1,4 +1,4 @@
-"""Redirects standard error of this process and of its children."""
+"""Redirects the standard error of this process and of its child processes."""
 
 from __future__ import annotations
 

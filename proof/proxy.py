@@ -61,7 +61,7 @@ class _Link:
 
 
 class Proxy:
-    """A proxy, made by `open_proxy`. `answered` is called with the bytes that a server has sent, and says whether the
+    """A proxy. `open_proxy` makes it. `answered` gets the bytes that a server has sent, and returns whether the
     server's answer is complete."""
 
     def __init__(self, answered: Callable[[bytes], bool]) -> None:
@@ -81,7 +81,8 @@ class Proxy:
         self._flowing.set()
 
     def cut_at(self, pattern: bytes, moment: Moment, *, nth: int = 1) -> Cut:
-        """Plans to cut the connection on which a client sends the pattern for the nth time from now."""
+        """Plans a cut: when clients send the pattern for the nth time from now, the connection on which this happens is
+        cut."""
         self._cut = Cut(pattern=pattern, moment=moment, nth=nth)
         return self._cut
 

@@ -78,7 +78,7 @@ _Answer = TypeVar("_Answer", queue_pb2.GetJobsResponse, admin_pb2.GetStatsRespon
 
 
 def live_jobs(shards: Iterable[Place]) -> int:
-    """Returns the number of live jobs, including those on their way between two shards."""
+    """Returns the number of live jobs, including the jobs that are departing."""
     count = "SELECT (SELECT count(*) FROM windrow.job) + (SELECT count(*) FROM windrow.departing WHERE reason IS NULL)"
     return sum(int(ask(shard.direct_dsn, count)[0][0]) for shard in shards)
 
@@ -111,7 +111,8 @@ def flows_in(dsn: str, shard: str) -> list[Flow]:
 
 
 def open_runs(shards: Iterable[Place]) -> int:
-    """Returns how many runs of schedules wait for other runs, plus how many schedules still have instants to decide."""
+    """Returns the number of runs of schedules that wait for other runs, plus the number of schedules that still have
+    instants to decide."""
     count = "SELECT count(*) FILTER (WHERE next_at IS NOT NULL) + coalesce(sum(buffered), 0) FROM windrow.schedule"
     return sum(int(ask(shard.direct_dsn, count)[0][0]) for shard in shards)
 
@@ -185,7 +186,8 @@ def read_books(address: str, shards: Iterable[str]) -> list[OrgBooks]:
 
 
 def read_found(address: str, jobs: Mapping[str, Sequence[str]]) -> list[Found]:
-    """Returns for each org a router's answers about these jobs, and its counts. Raises grpc.RpcError."""
+    """Returns, for each org, a router's answers about these jobs and the router's counts of the org's jobs. Raises
+    grpc.RpcError."""
     with grpc.insecure_channel(address) as channel:
         queues, admin = queue_pb2_grpc.QueueStub(channel), admin_pb2_grpc.AdminStub(channel)
         return [

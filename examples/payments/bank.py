@@ -3,8 +3,8 @@
 python -m examples.payments.bank --port 9100 --file bank.db
 
 `POST /charges` with {"customer": "ada", "cents": 500} and an Idempotency-Key answers whether the money was taken. If
-the bank knows the key, it gives the same answer as before. `POST /hold` makes charges wait until `POST /resume`. What
-was taken is shown by `GET /`.
+the bank knows the key, it gives the same answer as before. `POST /hold` makes charges wait until `POST /resume`. A call
+of `GET /` shows the money that was taken.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ _Wrong = Iterator[tuple[int, str]]
 
 
 def split(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
-    """Returns the runs that schedules have decided by themselves or that were triggered, and the runs of backfills."""
+    """Divides runs into two lists: the runs that schedules have decided by themselves or that were triggered, and the
+    runs of backfills."""
     # One record covers all instants that were skipped together. If a backfill stores the first of them, the others get
     # a new record, which is no new decision.
     first_us: dict[tuple[str | None, int], int] = {}
@@ -74,7 +75,7 @@ def check(
 def _instants(schedule: Schedule, one: Backfill) -> tuple[set[int], set[int]]:
     """Returns two sets: the instants that the call certainly decided if it was executed, and the instants that it may
     have decided."""
-    # The range may end after the schedule's end.
+    # The schedule may end before the range of the backfill ends.
     end_us = min(one.end_us, schedule.ends_us)
     of_terms = [multiples(terms, one.begin_us - 1, end_us) for terms in between(schedule, one.began_us, one.ended_us)]
     return set.intersection(*of_terms), set.union(*of_terms)
@@ -93,7 +94,7 @@ def _faults(run: Run, by: Sequence[Backfill], pauses: Sequence[tuple[int, int]])
 
 
 def _was_forgotten(at_us: int, own: Sequence[Run], runs: Sequence[Run], decided_us: int) -> bool:
-    """Returns whether the shard had forgotten a run of the schedule itself at this time, because there were enough
-    newer runs."""
+    """Returns whether, at the time `decided_us`, the shard had forgotten the schedule's own run of the instant `at_us`,
+    because there were enough newer runs."""
     newer = {run.at_us for run in runs if run.at_us > at_us and run.decided_us <= decided_us}
     return len(newer) >= RUNS_KEPT and all(run.decided_us <= decided_us for run in own if run.at_us == at_us)

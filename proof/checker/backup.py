@@ -21,7 +21,7 @@ _NOTHING = Version(rows=(), keys=frozenset(), owned=())
 
 
 class Backup:
-    """The restored backup of a run, if there is one. If there is none, nothing is explained."""
+    """The restored backup of a test run, if there is one. If there is none, no violation is explained."""
 
     def __init__(self, evidence: Evidence) -> None:
         restored = evidence.restored
@@ -50,13 +50,14 @@ class Backup:
         return job in self._replaced and job not in self._kept
 
     def rewinds(self, job: str) -> bool:
-        """Returns whether the backup has an older state of this job, or lacks it. Also true if the job was leased in
-        both databases, because the lease may have been extended."""
+        """Returns whether the backup has an older state of this job, or lacks the job. Also true if the job was leased
+        in both databases, because the lease may have been extended after the backup was made."""
         row, kept = self._replaced.get(job), self._kept.get(job)
         return row is not None and (row != kept or (row.state is State.LIVE and row.lease is not None))
 
     def revives(self, job: str) -> bool:
-        """Returns whether the job had left the shard since the backup, so that the backup brought a copy of it back."""
+        """Returns whether the job had left the shard after the backup was made, so that the restore brought a copy of
+        the job back."""
         kept = self._kept.get(job)
         return kept is not None and kept.state in {State.LIVE, State.DEAD} and job not in self._stayed
 
@@ -121,7 +122,7 @@ class Backup:
     # ── Times ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def came_after(self, call: Call) -> bool:
-        """Returns whether the replaced database could not be reached any more when the call began."""
+        """Returns whether the call began when the replaced database could not be reached any more."""
         return call.began_s >= self.swapped_s
 
     def was_answered_before(self, call: Call) -> bool:

@@ -57,7 +57,8 @@ def in_force(schedule: Schedule, at_us: int) -> list[Terms]:
 
 
 def between(schedule: Schedule, began_us: int, ended_us: int | None) -> list[Terms]:
-    """Returns the terms that may have been in force when a call with this beginning and this end was executed."""
+    """Returns the terms that may have been in force when a call was executed that began at `began_us` and ended at
+    `ended_us`."""
     found, unanswered = [schedule.terms], list[Terms]()
     for alter_began_us, alter_ended_us, terms in schedule.alterations:
         if ended_us is not None and alter_began_us > ended_us:

@@ -48,7 +48,7 @@ def _overlooked(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     before."""
     history = evidence.history
     known_s: dict[str, float] = {}
-    # The time at which the job was known to be stored again, after a backup was restored.
+    # After a restore: for each job, the time from which clients knew that the job was stored again.
     known_again_s: dict[str, float] = {}
     for job, again, at_s in (
         *((one.answered, backup.promises(one), one.call.ended_s) for one in history.enqueues if one.answered),
@@ -73,8 +73,8 @@ def _overlooked(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
 
 
 def _found(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
-    """Yields a violation for each job that a router finds never or more than once, or in another state than the tables
-    say."""
+    """Yields a violation for each job that a router does not find, finds more than once, or finds in another state than
+    the tables."""
     if evidence.found is None:
         return
     rows: defaultdict[str, list[Row]] = defaultdict(list)

@@ -25,7 +25,7 @@ _TRIES_MAX = 5
 _ANSWER_S_MAX = 6.0
 _LIFE_S = (10.0, 60.0)
 _AGAIN_S_MAX = 1.0
-# The order in which a router handles the parts of a message.
+# A message may have several kinds of settles. A router handles them in this order.
 _ORDER = (Verb.ACK, Verb.NACK, Verb.KILL, Verb.EXTEND, Verb.RELEASE)
 
 
@@ -205,7 +205,7 @@ class Consumer:
             self._recorder.end(number, Outcome.OK, answered=[calls.answer_of(answer)])
 
     def _forget_sent(self) -> None:
-        """Puts everything that was not answered before the stream ended back into the list of what to send."""
+        """Plans to send everything again that the stream's end has left without an answer."""
         for number in list(self._sent):
             self._again(self._sent.pop(number), "STREAM_ENDED")
 

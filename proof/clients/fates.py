@@ -29,12 +29,12 @@ _WEIGHTS = {
     Fate.FORGET: 2.0,
 }
 NACK_DELAY_S_MAX = 2.0
-# The share of a workflow's jobs that add nodes, how many nodes such a job adds at most, and how many generations of
-# added nodes there are at most.
+# Of the jobs of a workflow, the share that adds nodes. Each such job adds at most `_ADDED_MAX` nodes. An added node may
+# add nodes again, for at most `_GENERATIONS_MAX` generations.
 _ADDERS = 0.5
 _ADDED_MAX = 3
 _GENERATIONS_MAX = 2
-# The share of the jobs with added nodes that wait for these nodes.
+# Of the jobs that add nodes, the share that waits for the added nodes.
 _WAITERS = 0.3
 
 

@@ -83,8 +83,8 @@ class Orders:
 def main(work: Callable[[Site, Orders], Awaitable[None]]) -> None:
     """Runs a client until its standard input ends. The input also ends when the process that started the client
     dies."""
-    # Ctrl-C in a terminal reaches the whole group. Ignore it: the process that started this one ends it in an orderly
-    # way.
+    # Ctrl-C in a terminal reaches the whole process group. Ignore it, because the process that started this client ends
+    # the client in an orderly way.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     asyncio.run(_main(work))
 
