@@ -40,7 +40,8 @@ _Response = TypeVar("_Response")
 _PAGE_MAX = 1000
 _DETAILS = "grpc-status-details-bin"
 # _WITHIN: the fields that hold one submessage. The names of options leave out these fields, and also lists of
-# submessages. _TYPED: fields, or paths of fields, whose option or argument has another name.
+# submessages.
+# _TYPED: fields, or paths of fields, whose option or argument has another name.
 _WITHIN = ("template", "dedup", "failure", "config", "spec", "job")
 _TYPED = {
     "org": "ORG",
