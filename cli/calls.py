@@ -241,7 +241,7 @@ def connect(address: str, timeout: timedelta) -> Generator[Router, None, None]:
 
 
 def _route(address: str) -> tuple[str, Tls | None]:
-    """Returns HOST:PORT, and how to connect there. Raises CommandFailed."""
+    """Returns HOST:PORT, and how to connect to this address. Raises CommandFailed."""
     address, secure = split_scheme(address)
     if fault := address_fault(address):
         raise CommandFailed(fault, ExitCode.USAGE)

@@ -386,7 +386,7 @@ async def compare(database: str, pushes: Sequence[Push]) -> list[Difference]:
 
 
 async def _imbalances(run: Run, stub: cluster_pb2_grpc.ClusterAsyncStub, shards: Sequence[str]) -> list[str]:
-    """Checks that the books of every shard balance and all of its jobs have succeeded, and that the shards accepted as
+    """Checks three things: the books of every shard balance, all jobs have succeeded, and the shards have accepted as
     many jobs of each org as were acknowledged. Returns what is wrong."""
     wrong: list[str] = []
     accepted = Counter[str]()

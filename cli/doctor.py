@@ -86,8 +86,8 @@ def doctor(
 
 
 def _dsns(cluster: Cluster, shard: str | None) -> dict[ShardName, str]:
-    """Returns the DSNs of the shards that are not off, and of the catalog if it is a database of its own. Raises
-    CommandFailed if `shard` is off or unknown."""
+    """Returns the DSNs of the shards that are not off, and the DSN of the catalog if the catalog has its own database.
+    Raises CommandFailed if `shard` is off or unknown."""
     from shard.placement.cluster_file import ShardState
     from shard.vocabulary import CATALOG
 

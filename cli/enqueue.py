@@ -287,7 +287,7 @@ def _store(
         faults = [description for field, description in error.violations if field.endswith("].id")]
         if ids_given or not faults:
             raise
-        # This command made the ids, so nothing is wrong with its arguments.
+        # This command made the ids, so the arguments of the user are not wrong.
         raise CommandFailed(
             "this machine's clock and the shard's are too far apart", ExitCode.REFUSED, particulars=faults[:1]
         ) from error

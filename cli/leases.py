@@ -154,8 +154,8 @@ def _held_by(router: Router, org: str, queue: str) -> str:
     except CommandFailed:
         return ""
     causes = read_causes(explained.causes, of_queue=True)
-    # Name a limit only if there are ready jobs, and a quarantine only if it has set jobs aside. Otherwise they hold no
-    # jobs.
+    # Name a limit only if there are ready jobs, and a quarantine only if it has set jobs aside. A limit or a quarantine
+    # for which this is not true holds no jobs.
     ready = any(cause.name == "backlog" for cause in causes)
     for cause in causes:
         match cause.name:

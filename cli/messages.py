@@ -295,7 +295,7 @@ _JOB_JSON: Mapping[str, Callable[[Any], object] | None] = {
     "history": lambda history: json.loads(history or "[]"),
     "shard": None,
 }
-# The text fields of a job's template that need no entry in _JOB_JSON, such as its group.
+# The text fields of a job's template that need no entry in _JOB_JSON, such as `group`.
 OTHER_TEXTS = tuple(
     field.name
     for field in job_pb2.JobTemplate.DESCRIPTOR.fields

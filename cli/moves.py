@@ -185,8 +185,8 @@ async def _plan(cluster: Cluster) -> tuple[list[_Transfer], Collection[str], Col
 
 
 def _removed_too_early(known: Catalog, cluster: Cluster) -> Iterator[ShardError]:
-    """Yields an error for each former owner that the file lacks. Such a shard holds no slots, but routers still ask it
-    about jobs, and refuse a file without it. A file that lacks a shard with slots is refused when the catalog is
+    """Yields an error for each former owner that the file lacks. A former owner holds no slots, but routers still ask
+    it about jobs, and refuse a file that lacks it. A file that lacks a shard with slots is refused when the catalog is
     read."""
     from shard.errors import Misconfigured
 

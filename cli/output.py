@@ -236,7 +236,7 @@ def working(text: str) -> Generator[Status | None, None, None]:
 @contextlib.contextmanager
 def counting(what: str) -> Generator[Progress | None, None, None]:
     """Shows a progress bar on standard error for a count whose total is not known yet. Shows no bar if standard error
-    is not a terminal. Also shows no bar if standard output is a terminal, because there the answers themselves show the
+    is not a terminal. Also shows no bar if standard output is a terminal, because the answers on this terminal show the
     progress."""
     if not sys.stderr.isatty() or sys.stdout.isatty():
         yield None
@@ -306,7 +306,7 @@ def _print(lines: Iterable[Text]) -> None:
 
 def can_redraw() -> bool:
     """Returns whether standard output is a terminal that can show new figures in the place of old ones. On a terminal
-    without that ability, such as TERM=dumb, the user would see nothing."""
+    that cannot do this, such as one with TERM=dumb, the user would see nothing."""
     return sys.stdout.isatty() and not _stdout().is_dumb_terminal
 
 

@@ -209,7 +209,7 @@ class _Up:
             for pid in self._cluster.routers.pids:
                 _send(pid, signal.SIGKILL)
             for server in self._cluster.postgres.values():
-                # This is an immediate shutdown in Postgres's terms: the server recovers at its next start.
+                # SIGQUIT is what Postgres calls an immediate shutdown: the server recovers at its next start.
                 _send(server.pid, signal.SIGQUIT)
 
     def _routers(self) -> str:

@@ -18,7 +18,7 @@ _END_S_MAX = 30.0
 
 
 class Balancers:
-    """Balancers, each with a name that stays the same when its process is replaced. `environ` is added to the
+    """Balancers. Each has a name, which its next process keeps if the process is replaced. `environ` is added to the
     environment of the processes."""
 
     def __init__(self, names: Sequence[str], *, config: Path, folder: Path, environ: Mapping[str, str]) -> None:

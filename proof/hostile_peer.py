@@ -115,8 +115,8 @@ class HostilePeer:
         self._pongs = 0
         # Streams that the server has ended or reset.
         self._ended: set[int] = set()
-        # Tasks that send the answers to SETTINGS and PING. They are separate tasks because another write may block
-        # them.
+        # Tasks that send the answers to SETTINGS and PING. These are separate tasks because they may have to wait until
+        # another write ends, and the peer must read meanwhile.
         self._answers: set[asyncio.Task[None]] = set()
         # The first frame of a header block whose end has not arrived yet, and the bytes of the block until now.
         self._open_block: tuple[HeadersFrame, bytearray] | None = None
@@ -400,7 +400,7 @@ async def leave_answers_unread(
     """Makes `calls` calls, spread over the connections, and leaves the answers unread. Keeps the connections open for
     `seconds`, or only until `enough` is true of each connection.
 
-    If `ends` is False, the requests stay open. This is for Consume, whose first ConsumeRequest is `message`.
+    If `ends` is False, the requests stay open. Use this for Consume: `message` is then the first ConsumeRequest.
     """
 
     async def attack(peer: HostilePeer, share: int) -> None:

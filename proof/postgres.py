@@ -202,7 +202,7 @@ class Shard:
         assert standby is not None, f"{self.name} has no standby"
         await asyncio.to_thread(standby.cluster.promote)
         self.primary = standby
-        # Run without a synchronous standby until the other node is back, because otherwise commits would wait.
+        # Run without a synchronous standby until the other node runs again: otherwise all commits would wait for it.
         await asyncio.to_thread(_set, standby, "synchronous_standby_names", "")
 
     async def copy(self, name: str) -> None:

@@ -96,7 +96,7 @@ async def _ended(process: Process, seconds_max: float) -> None:
 
 
 def family(pid: int | None) -> list[psutil.Process]:
-    """Returns a process, followed by all its descendants. Empty if the process has ended."""
+    """Returns a process, followed by all its descendants. The list is empty if the process has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         if pid is not None:
             first = psutil.Process(pid)

@@ -65,7 +65,7 @@ _KEYS = "SELECT q.org, q.queue, d.key, d.job_id::text FROM windrow.dedup d JOIN 
 
 
 class Place(Protocol):
-    """A shard whose database can be reached directly, whoever started the database."""
+    """A shard whose database can be reached directly. It does not matter who started the database."""
 
     @property
     def name(self) -> str: ...

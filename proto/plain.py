@@ -111,7 +111,8 @@ def _parts(tokens: list[str]) -> Iterator[list[str]]:
 
 
 def write(target: Path) -> list[Path]:
-    """Writes the copies into `target`, with the same relative paths. Returns these paths."""
+    """Writes the copies into the folder `target`. Each copy has the relative path of its original. Returns these
+    paths."""
     written: list[Path] = []
     for pattern in (OURS, *AS_THEY_ARE):
         for source in sorted(PROTO.glob(pattern)):

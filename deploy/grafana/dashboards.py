@@ -1,6 +1,6 @@
 """Generates Grafana's dashboards in this folder. With --check, only reports whether the files are up to date.
 
-A panel has a title, a unit by Grafana's name, a description, and queries, each with the legend of its lines.
+A panel has a title, Grafana's name of a unit, a description, and queries. Each query has a legend for its lines.
 """
 
 import json

@@ -51,8 +51,7 @@ class Subscribers:
 
 
 def mail_to(address: str, subject: str) -> windrow.NewJob:
-    """Makes the job of a mail. If a job for the same mail to the same address is stored already, no other one is
-    stored."""
+    """Makes the job of a mail. If this mail to this address is stored already, an enqueue of the job stores nothing."""
     return windrow.NewJob(
         MAILS,
         "send_mail",

@@ -63,7 +63,7 @@ class Orders:
         state was changed.
 
         A later lease exists only after the earlier one has ended. So a late worker, for example on a machine that was
-        frozen for a minute, changes nothing any more. This works without a call to Windrow, and without a clock."""
+        frozen for a minute, changes nothing any more. The check needs no call to Windrow, and no clock."""
         changed = self._database.execute(
             "UPDATE purchase SET state = ?1, due_us = ?2, attempt = ?3 WHERE id = ?4 AND (due_us, attempt) <= (?2, ?3)",
             (state, *fence, order_id),

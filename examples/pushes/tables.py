@@ -1,4 +1,4 @@
-"""The application's own tables: the totals, and the ids of the jobs that the totals include. They are in the
+"""The application's own tables: the totals, and the ids of the jobs that the totals include. These tables are in the
 application's database, which Windrow does not know.
 
 A queue delivers a job at least once. With these tables, a job has its effect exactly once: the id of the job and the

@@ -91,8 +91,8 @@ async def work(
 
 
 def _end_with_stdin() -> None:
-    """Ends this process when its parent process ends, no matter how the parent ends. The parent process holds the other
-    end of standard input."""
+    """Ends this process when its parent process ends, no matter how the parent ends. Standard input ends with the
+    parent, because it is a pipe whose other end the parent holds."""
     while os.read(0, 4096):
         pass
     # SIGTERM stops running workers gracefully. If no worker runs yet, SIGTERM ends the process.

@@ -1,10 +1,10 @@
 """Checks I10 for backfills. An answered backfill has stored one job for each instant of its range, or has skipped the
 instant because of an overlap. No instant is stored twice, or without a call that asked for it.
 
-If an instant was skipped because of a pause or a catch-up, a backfill decides the instant anew. If an instant has a
-run, a backfill does not change the run, for as long as the shard remembers the run. Shards remember runs of backfills
-for days, and other runs for as long as they are among the schedule's newest. So a backfill may store a run again if the
-shard has forgotten the run.
+If an instant was skipped because of a pause or a catch-up, a backfill decides again about the instant. If an instant
+has a run, a backfill does not change the run, for as long as the shard remembers the run. Shards remember runs of
+backfills for days, and other runs for as long as they are among the schedule's newest. So a backfill may store a run
+again if the shard has forgotten the run.
 """
 
 from __future__ import annotations

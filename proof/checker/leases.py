@@ -7,8 +7,8 @@ the shard knows. But three things are certain.
   least until that call began. If the call was repeated, the lease was live at least until the first try began: a
   repeated ack is answered OK because the first try acked the job.
 - A lease that a Dequeue gave lasts at least until its window has passed since the beginning of the call, because the
-  lease begins later than the call. Only its holder, or a cancel of the job, ends the lease earlier. This does not hold
-  for a stream's lease, because nobody knows when it began.
+  lease begins later than the call. Only its holder, or a cancel of the job, ends the lease earlier. The lease of a job
+  that came on a stream is excluded, because nobody knows when such a lease began.
 - Only the consumer that has read a job gives it back. A router gives back only jobs that no consumer has read.
 
 A job's attempts are numbered, so it is known which of two leases with different numbers is later. If the job arrived
@@ -47,8 +47,8 @@ def check(evidence: Evidence) -> Iterator[Violation]:
             call = replace(added.call, verb=Verb.EXTEND)
             settles[added.lease].append(Settle(call=call, lease=added.lease, answer=Answer.OK))
         # Like a release, a wait ends the lease, and the attempt does not count. While the org moves, the router first
-        # stores the nodes on one shard and then ends the lease on the other shard, where the lease may have ended by
-        # itself meanwhile.
+        # stores the nodes on one shard and then ends the lease on the other shard, where the lease may have expired
+        # before.
         if added.may_end_lease:
             call = replace(added.call, verb=Verb.RELEASE)
             answer = Answer.OK if added.waits and not moves.may_move(call) else None

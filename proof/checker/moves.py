@@ -28,8 +28,8 @@ class Moves:
                     spans[-1] = (spans[-1][0], now.at_s)
 
     def may_move(self, call: Call) -> bool:
-        """Returns whether the org of the call may have been moving during the call. Both the slot of the org's hash and
-        its own slot count, because the org may have got its own slot during the test run."""
+        """Returns whether the org of the call may have been moving during the call. Considers the slot of the org's
+        hash and also the org's own slot, because the org may have got its own slot during the test run."""
         by_hash = slot_of(OrgId(call.org))
         slots = {by_hash, self._pins.get(call.org, by_hash)}
         ended_s = float("inf") if call.ended_s is None else call.ended_s

@@ -91,8 +91,8 @@ def certain_pauses(changes: Sequence[Change]) -> list[tuple[int, int]]:
 
 def latest_us(changes: Sequence[Change], begin: ChangeKind, end: ChangeKind) -> int:
     """Returns the latest time at which a state, such as a pause, may have been in force. Calls of the kind `begin`
-    begin this state, and calls of the kind `end` end it. If both kinds are the same, returns the latest time at which
-    such a call may have been executed. Returns −1 if there was no call of the kind `begin`."""
+    begin this state, and calls of the kind `end` end it. If `begin` and `end` are equal, returns the latest time at
+    which a call of this kind may have been executed. Returns −1 if there was no call of the kind `begin`."""
     until_us = -1
     for one in changes:
         if one.kind is end and one.ended_us is not None and until_us == FOREVER_US:

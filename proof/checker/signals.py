@@ -1,9 +1,9 @@
 """Checks I11 for nodes that wait for signals. The first signal ends its node as succeeded, once, and its payload is the
 result of the node's job. A node without a signal fails only after its time is over. No consumer gets the job.
 
-A signal that was answered OK may have no effect. This happens if the signal came before the end of the nodes that its
-node waits for, and somebody then cancelled the job or the workflow. A cancel that was not answered may be executed at
-any later time.
+A signal that was answered OK may have no effect. This happens if the signal came before the parents of its node had
+ended, and if somebody then cancelled the job or the workflow. A cancel that was not answered may be executed at any
+later time.
 
 A node's time counts from the transaction that releases it, by the shard's clock. This transaction does not begin before
 the node's job was stored.

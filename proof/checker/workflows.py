@@ -1,5 +1,5 @@
 """Checks I11: each end of a node counts exactly once. So no node runs before its parents have ended, and no node waits
-for ever. This is also checked for nodes that jobs have added to their workflow. Each acknowledged node exists once, and
+for ever. The same is checked for nodes that jobs have added to their workflow. Each acknowledged node exists once, and
 callbacks wait for it too. If a job waits for nodes that it has added, it is not leased again before they have ended.
 
 Clients only start workflows whose nodes run even if their parents failed. Clients record a settle or a cancel before

@@ -75,7 +75,7 @@ class Added(enum.Enum):
 
 
 def connect(address: str) -> grpc.aio.Channel:
-    """Opens a channel with its own connection. So several channels reach several router processes."""
+    """Opens a channel with its own connection. So with several channels, calls reach several router processes."""
     return grpc.aio.insecure_channel(address, options=_OPTIONS)
 
 
