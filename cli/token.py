@@ -13,7 +13,7 @@ from cli.exits import CommandFailed, ExitCode
 
 _VARIABLE = "WINDROW_TOKEN"
 _BYTES_MAX = 16 * 1024
-# The file with the token for this run of the command. None: the command uses the environment variable, if it is set.
+# The file with the token for this run of the command. None: the command uses WINDROW_TOKEN, if this variable is set.
 _file: Path | None = None
 
 

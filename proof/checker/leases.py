@@ -7,8 +7,8 @@ the shard knows. But three things are certain.
   least until that call began. If the call was repeated, the lease was live at least until the first try began: a
   repeated ack is answered OK because the first try acked the job.
 - A lease that a Dequeue gave lasts at least until its window has passed since the beginning of the call, because the
-  lease begins later than the call. Only its holder, or a cancel of the job, ends the lease earlier. The lease of a job
-  that came on a stream is excluded, because nobody knows when such a lease began.
+  lease begins later than the call. Only the holder of the lease, or a cancel of the job, ends the lease earlier. The
+  lease of a job that came on a stream is excluded, because nobody knows when such a lease began.
 - Only the consumer that has read a job gives it back. A router gives back only jobs that no consumer has read.
 
 A job's attempts are numbered, so it is known which of two leases with different numbers is later. If the job arrived

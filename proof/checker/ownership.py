@@ -149,8 +149,8 @@ def _is_accepted(now: Owned, restored: Restored) -> bool:
 
 
 def _as_obeyed(owned: Sequence[Owned], restored: Restored) -> list[Owned]:
-    """Returns, in their order, the changes by which each shard was treated as an owner. Between the replacement and the
-    acceptance, the restored shard was treated as the owner of nothing."""
+    """Returns, in their order, the changes that decided what each shard was treated as the owner of. Between the
+    replacement and the acceptance, the restored shard was treated as the owner of nothing."""
     others = [now for now in owned if now.shard != restored.shard]
     since = [now for now in owned if now.shard == restored.shard and now.at_s >= restored.accepted_s]
     by_then = [now for now in owned if now.shard == restored.shard and now.at_s < restored.accepted_s]

@@ -1,8 +1,8 @@
 """Checks I7: after all faults are healed, every due job reaches a consumer soon.
 
 At the latest, a job is due when its enqueue has been answered, when the delay of a nack or release is over, or when the
-window of its lease is over. It may then wait behind other jobs of its org. It is late if it was due for longer than the
-bound while no job of the org was delivered.
+window of its lease is over. A due job may wait behind other jobs of its org. A job is late if it was due for longer
+than the bound while no job of the org was delivered.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def _overlooked(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     before."""
     history = evidence.history
     known_s: dict[str, float] = {}
-    # After a restore: for each job, the time from which clients knew that the job was stored again.
+    # For each job that was stored again after a restore, the time from which clients knew this.
     known_again_s: dict[str, float] = {}
     for job, again, at_s in (
         *((one.answered, backup.promises(one), one.call.ended_s) for one in history.enqueues if one.answered),

@@ -198,7 +198,7 @@ def _too_early(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     for addition in history.additions:
         after |= addition.nodes
     # Callbacks also wait for the added nodes. But if a restored backup has set a workflow back, the workflow may have
-    # ended before the restore, and some nodes may have been added only after it.
+    # ended before the restore, and some nodes may have been added only after the restore.
     after_added = {
         callback: (list(flow.added.values()), any(_was_changed(backup, job) for job in flow.nodes))
         for flow in evidence.flows
