@@ -1,7 +1,7 @@
 """`windrow archive`: finds jobs in exported files, and verifies these files.
 
-It reads the files at the location that the cluster file sets as `export` of [archiver]. It needs no router and no
-database.
+It reads the files at the location that `export` in the table [archiver] of the cluster file names. It needs no router
+and no database.
 """
 
 from __future__ import annotations

@@ -84,8 +84,9 @@ def audit(
 async def recorded(
     cluster: Cluster, command: str, work: Coroutine[Any, Any, _T], *, org: str = "", **request: object
 ) -> _T:
-    """Does the work of a command that changes the cluster. Before the work begins, records who does it; afterwards,
-    records how the work ended. Raises ShardUnavailable, before the work begins, if the catalog does not answer."""
+    """Does the work of a command that changes the cluster. Before the work begins, records who runs the command.
+    Afterwards, records how the work ended. Raises ShardUnavailable, before the work begins, if the catalog does not
+    answer."""
     from archiver.service import opened
     from shard.admin import audit as audit_log
     from shard.admin.audit import End
@@ -115,7 +116,8 @@ async def recorded(
             done = await work
             outcome = "OK"
         except typer.Exit as ended:
-            # After Ctrl-C, some commands end by themselves at a safe point. Their outcome stays CANCELLED.
+            # After Ctrl-C, some commands end by themselves at a safe point. For these commands, record the outcome
+            # CANCELLED.
             if ended.exit_code != ExitCode.INTERRUPTED:
                 outcome = f"FAILED {ExitCode(ended.exit_code).name}"
             raise
@@ -135,7 +137,7 @@ def _user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
-        # In a container, the user may have a number and no name.
+        # In a container, the user may have a number but no name.
         return str(os.getuid())
 
 

@@ -1,4 +1,5 @@
-"""Calls to a router: one channel, a deadline for every call, and for every failure one sentence with a remedy."""
+"""Makes calls to a router: over one channel, and with a deadline for every call. The message of every failure is one
+sentence that says what to do."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ _Response = TypeVar("_Response")
 # The contract's limit on the items of a page.
 _PAGE_MAX = 1000
 _DETAILS = "grpc-status-details-bin"
-# _WITHIN: the fields that hold one submessage. The names of options leave these out, and lists of submessages.
+# _WITHIN: the fields that hold one submessage. The names of options leave out these fields, and also lists of
+# submessages.
 # _TYPED: fields, or paths of fields, whose option or argument has another name.
 _WITHIN = ("template", "dedup", "failure", "config", "spec", "job")
 _TYPED = {
@@ -101,8 +103,8 @@ class TooMuch(CommandFailed):
 
 
 class Router:
-    """A connection to the routers at one address. Every call raises CommandFailed. `why_not` returns how TLS prevents a
-    connection, or None if it does not."""
+    """A connection to the routers at one address. Every call raises CommandFailed. `why_not` returns the reason for
+    which TLS prevents a connection, or None if TLS does not prevent it."""
 
     def __init__(
         self,
@@ -133,7 +135,8 @@ class Router:
     def call(
         self, method: grpc.UnaryUnaryMultiCallable[_Request, _Response], request: _Request, *, wait_s: float = 0.0
     ) -> _Response:
-        """Makes a call. `wait_s`: how long the request lets the router wait for jobs; added to the call's timeout."""
+        """Makes a call. `wait_s`: how long the request lets the router wait for jobs. This time is added to the call's
+        timeout."""
         try:
             return method(request, timeout=self._timeout_s + wait_s, metadata=self._metadata(request))
         except grpc.RpcError as error:
@@ -142,7 +145,7 @@ class Router:
     def pages(
         self, method: grpc.UnaryUnaryMultiCallable[_AnyPageRequest, _AnyPage], request: _AnyPageRequest
     ) -> Iterator[_AnyPage]:
-        """Calls a list's method for one page after another, to the end of the list. Changes the request."""
+        """Calls a method that returns a list, for one page after another, until the list ends. Changes the request."""
         request.page_size = _PAGE_MAX
         while True:
             page = self.call(method, request)
@@ -169,7 +172,7 @@ class Router:
         return self._token_metadata + (org_metadata(org) if org else ())
 
     def _failed(self, error: grpc.RpcError, wait_s: float = 0.0) -> CommandFailed:
-        # The error that a call raises is a grpc.Call, too.
+        # The error that a call raises is also a `grpc.Call`.
         call = cast("grpc.Call", error)
         code, message = call.code(), call.details() or ""
         details = _details(call)
@@ -238,7 +241,7 @@ def connect(address: str, timeout: timedelta) -> Generator[Router, None, None]:
 
 
 def _route(address: str) -> tuple[str, Tls | None]:
-    """Returns HOST:PORT, and how to connect there. Raises CommandFailed."""
+    """Returns HOST:PORT, and how to connect to this address. Raises CommandFailed."""
     address, secure = split_scheme(address)
     if fault := address_fault(address):
         raise CommandFailed(fault, ExitCode.USAGE)
@@ -257,13 +260,13 @@ def _route(address: str) -> tuple[str, Tls | None]:
 
 @contextlib.contextmanager
 def connect_client(address: str, org: str, timeout: timedelta) -> Generator[SyncClient, None, None]:
-    """Yields the Python client, for commands that make many calls: the client retries them. Its errors become
-    CommandFailed."""
-    # Imported here, because at the top of the module it would make the start of every command a third longer.
+    """Yields the Python client, for commands that make many calls, because the client retries calls. The client's
+    errors become CommandFailed."""
+    # Import here: an import at the top of the module would make the start of every command a third longer.
     from windrow import SyncClient
 
     with connect(address, timeout) as router:
-        # Call the router first: the client would try for the whole timeout to reach a router that does not run.
+        # Make one call without the client first: if no router runs, the client would try for the whole timeout.
         router.call(router.queue.GetServerInfo, server_pb2.GetServerInfoRequest())
     try:
         host_and_port, chosen = _route(address)
@@ -325,7 +328,7 @@ def as_typed(field: str) -> str:
     outer = (part for part in parts[:-1] if part[0] not in _WITHIN and not part[2][:1].isdigit())
     name, _, index = next(outer, parts[-1])
     if name in ("lease", "leases"):
-        # Violations do not quote leases, which are bytes: name the lease by its position.
+        # Leases are bytes, so violations do not quote them. Name the lease by its position.
         _, _, index = parts[0]
         return f"LEASE number {int(index.rstrip(']')) + 1}"
     return _TYPED.get(field) or _TYPED.get(name) or f"--{name.replace('_', '-')}"

@@ -1,5 +1,5 @@
-"""`windrow shards accept-clock`: accepts a clock that was set back. It reads the cluster file and connects to the
-shard's database."""
+"""`windrow shards accept-clock`: accepts a clock that was set back. The command reads the cluster file and connects to
+the shard's database."""
 
 from __future__ import annotations
 

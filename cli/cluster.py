@@ -16,7 +16,7 @@ from cli.output import Column
 if TYPE_CHECKING:
     from windrow.v1 import cluster_pb2
 
-# Every state that an accepted job can have in the books, where blocked jobs count as scheduled.
+# Every state that an accepted job can have in the books. The books count blocked jobs as scheduled.
 _STATES = ("scheduled", "ready", "leased", "succeeded", "dead", "cancelled", "archived", "expired")
 
 
@@ -63,7 +63,7 @@ class _Books:
     shard: str
     orgs: list[cluster_pb2.OrgBooks] = field(default_factory=list["cluster_pb2.OrgBooks"])
     workflow_faults: list[cluster_pb2.WorkflowFault] = field(default_factory=list["cluster_pb2.WorkflowFault"])
-    # Why the shard did not answer; empty if it did.
+    # Why the shard did not answer. Empty if the shard answered.
     trouble: str = ""
 
     @property
@@ -76,7 +76,7 @@ class _Books:
 
     @property
     def astray(self) -> list[cluster_pb2.OrgBooks]:
-        """Orgs with stray jobs: no router reads these jobs on this shard."""
+        """The orgs with stray jobs, which no router reads on this shard."""
         return [org for org in self.orgs if org.stray]
 
 

@@ -36,7 +36,8 @@ def read(config: Path) -> Cluster:
 
 
 def asked(work: Coroutine[Any, Any, _T]) -> _T:
-    """Runs work on databases. Raises CommandFailed if the work fails, for example because another balancer leads."""
+    """Runs a coroutine that uses databases. Raises CommandFailed if the coroutine fails, for example because another
+    balancer leads."""
     from archiver.errors import ExportFailed, FilesFailed
     from archiver.run import AnotherArchives
     from balancer.service import AnotherLeads
@@ -87,7 +88,7 @@ async def catalog_of(cluster: Cluster) -> AsyncGenerator[Database]:
 
 def unavailable(error: ShardUnavailable) -> CommandFailed:
     """Returns the error for a database that cannot be reached. For the catalog, the error explains where the catalog
-    is, because the cluster file need not name it."""
+    is, because some cluster files do not name the catalog."""
     from shard.vocabulary import CATALOG
 
     where = ["it is in the database of the file's first [[shard]], or of its [catalog]"]
@@ -95,14 +96,15 @@ def unavailable(error: ShardUnavailable) -> CommandFailed:
 
 
 def quiet() -> None:
-    """Silences the log of failed tries in commands that keep no log, because these commands report the last failure
-    themselves."""
+    """Turns off the log of failed tries if the command writes no log. Such a command reports the last failure
+    itself."""
     if not logging.getLogger().handlers:
         logging.getLogger("shard.postgres.breaker").setLevel(logging.ERROR)
 
 
 def stop_on_signals() -> asyncio.Event:
-    """Returns an event that SIGTERM and Ctrl-C set from now on, instead of ending the process. Needs a running loop."""
+    """Returns an event. From now on, SIGTERM and Ctrl-C set this event instead of ending the process. Needs a running
+    event loop."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

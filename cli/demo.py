@@ -43,8 +43,8 @@ SHARDS = ("s1", "s2")
 ROUTERS = 2
 WORKERS = 2
 
-# How often and where faults occur. A killed worker's jobs come back when their visibility window ends, so the window is
-# short in runs with faults.
+# How often faults occur, and where. The jobs of a killed worker come back when their visibility window ends, so the
+# window is short in runs with faults.
 WORKER_KILLED_EVERY_S = 1.0
 ROUTER_KILLED_EVERY_S = 3.0
 POSTGRES_KILLED = "s1"
@@ -66,7 +66,7 @@ _LOG_LINES = 20
 
 
 class DemoFailed(Exception):
-    """The run cannot continue, or would prove nothing. The message has the reason."""
+    """The run cannot continue, or would prove nothing if it did. The message has the reason."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,12 +94,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The result of a finished run."""
+    """What the checks after a run have found."""
 
     records: Mapping[str, Sequence[windrow.JobRecord]]
     # Acknowledged ids that were not found or have not succeeded, each with its org and state.
     missing: Sequence[str]
-    # Errors in the books.
     imbalances: Sequence[str]
     differences: Sequence[Difference]
     rows: int
@@ -113,11 +112,11 @@ class Verdict:
 def run_demo(*, events: int | None = None, faults: bool = False, seconds: float = 30.0) -> int:
     """Runs the demo. Returns its exit code, which is 0 only if every check passed.
 
-    `events`: use only the first N events. `faults`: keep killing workers, routers and a Postgres; enqueueing is then
-    spread over `seconds`, so that there is time for faults.
+    `events`: use only the first `events` events. `faults`: kill workers, routers and a Postgres again and again. In
+    this case the enqueues are spread over `seconds`, so that there is time for faults.
     """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
-    # Use a file without a name, which disappears no matter how this process ends.
+    # Use a file without a name, because such a file disappears no matter how this process ends.
     with tempfile.TemporaryFile() as log:
         try:
             with standard_error_to(log.fileno()):
@@ -137,7 +136,7 @@ def run_demo(*, events: int | None = None, faults: bool = False, seconds: float 
 
 
 async def _demo(console: Console, *, events: int | None, seconds: float) -> bool:
-    """Runs the demo. Spreads the enqueues over `seconds`, with faults. If `seconds` is 0, there are no faults."""
+    """Runs the demo with faults, and spreads the enqueues over `seconds`. If `seconds` is 0, there are no faults."""
     _stop_on_sigterm()
     run = Run(pushes=read_pushes(most=events))
     if not run.pushes:
@@ -203,15 +202,16 @@ async def _application() -> AsyncGenerator[str, None]:
 
 
 class Workers:
-    """Worker processes. A worker that was killed is restarted. The workers end when their standard input closes, so
-    they end with this process, no matter how it ends."""
+    """Worker processes. A worker that was killed is restarted. A worker ends when its standard input closes, so all
+    workers end when this process ends, no matter how this process ends."""
 
     def __init__(self, *, address: str, database: str, orgs: Sequence[str], window_s: float) -> None:
         self._command = (
             *(sys.executable, "-m", "examples.pushes.worker", "--until-stdin-closes"),
             *("--address", address, "--visibility-window", f"{window_s:g}", "--orgs", *orgs),
         )
-        # Do not pass the DSN as an argument: it holds a password, and every user of this machine can read arguments.
+        # Do not pass the DSN as an argument: the DSN contains a password, and every user of this machine can read
+        # arguments.
         self._environ = os.environ | {"DATABASE_URL": database}
         self._running: dict[int, Process] = {}
         self._killed: set[Process] = set()
@@ -251,7 +251,7 @@ class Workers:
 
 
 async def _end(process: Process) -> None:
-    """Lets a worker finish its jobs; kills it if that takes too long."""
+    """Lets a worker finish its jobs. Kills the worker if it takes too long."""
     if process.returncode is not None:
         return
     assert process.stdin is not None
@@ -307,8 +307,9 @@ def _entries(books: cluster_pb2.OrgBooks) -> str:
 
 
 async def _fault_times(every_s: float, progress: Callable[[], int]) -> AsyncGenerator[None]:
-    """Yields when a fault is due: every `every_s`, if `progress` has changed since the last fault. On a busy machine
-    processes start slowly, and killing a cluster that does not work yet proves nothing."""
+    """Yields each time a fault is due: every `every_s`, if `progress` has changed since the last fault. Without
+    progress no fault is due, because on a busy machine processes start slowly, and killing a cluster that does not work
+    yet proves nothing."""
     before = progress()
     while True:
         await asyncio.sleep(every_s)
@@ -336,8 +337,8 @@ async def _kill_routers(run: Run, cluster: LocalCluster) -> None:
 
 
 async def _kill_postgres(run: Run, cluster: LocalCluster, console: Console, seconds: float) -> None:
-    """Kills a Postgres after one third and two thirds of the enqueueing. The server is restarted, and recovers from its
-    WAL."""
+    """Kills a Postgres server after one third and after two thirds of `seconds`. The killed server is restarted, and
+    recovers from its WAL."""
     for _ in range(POSTGRES_KILLS):
         await asyncio.sleep(seconds / (POSTGRES_KILLS + 1))
         await asyncio.to_thread(cluster.postgres[POSTGRES_KILLED].kill)
@@ -378,13 +379,14 @@ async def _judge(run: Run, cluster: LocalCluster, stub: cluster_pb2_grpc.Cluster
 
 
 async def compare(database: str, pushes: Sequence[Push]) -> list[Difference]:
-    """Returns where the application's totals differ from the totals of the pushes that are computed in memory."""
+    """Returns the differences between the application's totals and the totals that this process computes from the
+    pushes in memory."""
     async with tables.open_pool(database) as pool, pool.connection() as connection:
         return differences(total(pushes), await tables.read_totals(connection))
 
 
 async def _imbalances(run: Run, stub: cluster_pb2_grpc.ClusterAsyncStub, shards: Sequence[str]) -> list[str]:
-    """Checks that the books of every shard balance and all of its jobs have succeeded, and that the shards accepted as
+    """Checks three things: the books of every shard balance, all jobs have succeeded, and the shards have accepted as
     many jobs of each org as were acknowledged. Returns what is wrong."""
     wrong: list[str] = []
     accepted = Counter[str]()
@@ -404,7 +406,7 @@ async def _imbalances(run: Run, stub: cluster_pb2_grpc.ClusterAsyncStub, shards:
 
 
 async def _books_with_retry(stub: cluster_pb2_grpc.ClusterAsyncStub, shard: str) -> list[cluster_pb2.OrgBooks]:
-    """Retries for a while, because the last fault may have been a moment ago."""
+    """Returns the books of a shard. Retries for a while, because the last fault may have been a moment ago."""
     deadline_s = time.monotonic() + _HEAL_S
     while True:
         try:
@@ -507,7 +509,7 @@ def _difference_text(difference: Difference) -> str:
 
 
 def _say(console: Console, wrongs: Sequence[str], claim: str) -> None:
-    """Prints one line for a claim that holds, or the first lines of what contradicts it."""
+    """Prints one line if the claim holds, and otherwise the first few texts of `wrongs`, which contradict the claim."""
     if not wrongs:
         console.print(f"[green]ok[/]    {claim}")
         return
@@ -522,7 +524,8 @@ def _say(console: Console, wrongs: Sequence[str], claim: str) -> None:
 
 
 async def _run_with(work: Coroutine[Any, Any, None], *background: Coroutine[Any, Any, None]) -> None:
-    """Runs the work, and the background coroutines until the work ends. Raises the first error of any of them."""
+    """Runs the work, and runs the background coroutines until the work ends. Raises the first error of the work or of a
+    background coroutine."""
     tasks = [asyncio.create_task(coroutine) for coroutine in (work, *background)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,5 +1,5 @@
-"""`windrow doctor`: finds database problems and prints the commands that fix them. It reads the cluster file and
-connects to the databases."""
+"""`windrow doctor`: finds database problems and prints the commands that fix them. The command reads the cluster file
+and connects to the databases."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Report:
     database: str
     facts: Facts | None = None
     findings: Sequence[Finding] = ()
-    # Why the database did not answer; empty if it did.
+    # Why the database did not answer. Empty if the database answered.
     trouble: str = ""
 
 
@@ -86,8 +86,8 @@ def doctor(
 
 
 def _dsns(cluster: Cluster, shard: str | None) -> dict[ShardName, str]:
-    """Returns the DSNs of the shards that are not off, and of the catalog if it is a database of its own. Raises
-    CommandFailed if `shard` is off or unknown."""
+    """Returns the DSNs of the shards that are not off, and the DSN of the catalog if the catalog has its own database.
+    Raises CommandFailed if `shard` is off or unknown."""
     from shard.placement.cluster_file import ShardState
     from shard.vocabulary import CATALOG
 
@@ -253,7 +253,8 @@ def _ago(spans: Iterable[float | None]) -> str:
 
 
 def _families(tables: Iterable[Table]) -> list[tuple[str, list[Table]]]:
-    """Groups tables with their partitions, the partitioned table first; the groups are in the order of the output."""
+    """Groups each partitioned table with its partitions. The partitioned table comes first in its group. The groups are
+    in the order of the output."""
     families: dict[str, list[Table]] = {}
     for table in sorted(tables, key=lambda table: not table.partitioned):
         families.setdefault(table.family, []).append(table)
@@ -263,7 +264,7 @@ def _families(tables: Iterable[Table]) -> list[tuple[str, list[Table]]]:
 
 
 def _print_holders(holders: Sequence[Holder], held_for: timedelta) -> None:
-    """Prints the holders of snapshots, except holders that come and go with every statement."""
+    """Prints the holders of snapshots, but not those that hold a snapshot only for a short statement."""
     from shard.formatting import size_text, span_text
     from shard.health.checks import TRANSACTIONS_NOTICED
 
@@ -299,7 +300,8 @@ def _print_holders(holders: Sequence[Holder], held_for: timedelta) -> None:
 
 
 def _waits(holder: Holder) -> str:
-    """Returns a line about what an active holder waits for. Other states, such as idle in transaction, need none."""
+    """Returns a line about what an active holder waits for. Empty for a holder in another state, such as idle in
+    transaction."""
     return f"\nwaits for {holder.waits_for}" if holder.waits_for and holder.state == "active" else ""
 
 

@@ -137,8 +137,8 @@ def enqueue(
         raise typer.BadParameter("it needs a --dedup-key, and none is given", param_hint="'--while-live'")
     if while_live and dedup_window is not None:
         raise typer.BadParameter("give one of --dedup-window and --while-live, not both", param_hint="'--while-live'")
-    # Do not refuse an expired job that has an --id: it may have been stored before it expired, which only the router
-    # knows.
+    # Do not refuse an expired job that has an --id: an earlier command may have stored the job before it expired. Only
+    # the router knows that.
     if expires_at is not None and job_id is None and expires_at <= datetime.now(UTC):
         raise typer.BadParameter(
             f"{expires_at.isoformat(timespec='seconds')} has passed: the job would never run",
@@ -212,7 +212,7 @@ def _enqueue_lines(
         output.note(hint)
         raise
     finally:
-        # After an error, too, print how many jobs are stored.
+        # Print how many jobs are stored, also after an error.
         if stored:
             before = f", {duplicates:,} of them before" if duplicates else ""
             output.note(f"{output.counted(stored, 'job')} stored{before}")
@@ -221,7 +221,8 @@ def _enqueue_lines(
 def _stored(
     router: Router, org: str, pattern: job_pb2.NewJob, lines: Iterable[bytes], batch_id: str
 ) -> Iterator[Sequence[queue_pb2.EnqueueResult]]:
-    """Yields the results of each call. If a limit is smaller than a call, sends its lines in smaller calls."""
+    """Yields the results of each call. If a limit is smaller than a call, sends the lines of this call in smaller
+    calls."""
     from cli.calls import TooMuch
     from windrow.ids import nth_id
 
@@ -286,7 +287,7 @@ def _store(
         faults = [description for field, description in error.violations if field.endswith("].id")]
         if ids_given or not faults:
             raise
-        # This command made the ids, so nothing is wrong with its arguments.
+        # This command made the ids, so the arguments of the user are not wrong.
         raise CommandFailed(
             "this machine's clock and the shard's are too far apart", ExitCode.REFUSED, particulars=faults[:1]
         ) from error

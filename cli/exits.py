@@ -1,4 +1,4 @@
-"""The exit codes of the command, and the error that carries them.
+"""The exit codes of the command, and the error that ends the command with one of them.
 
 `windrow --help` and docs/cli.md list them.
 """
@@ -11,17 +11,17 @@ from enum import IntEnum
 
 class ExitCode(IntEnum):
     OK = 0
-    # The command worked, and the answer is negative: no due job, not healthy, unbalanced counts, a stale lease, or
-    # slots that still have to move.
+    # The command worked, but its answer is negative. For example: no job is due, a router is not healthy, counts do not
+    # balance, a lease is stale, or slots still have to move.
     NO = 1
     USAGE = 2
     UNAVAILABLE = 3
     NOT_FOUND = 4
-    # Trying again later does not help: the queue exists already or is not empty, the port is in use, a limit is smaller
-    # than the call, the cluster file does not fit the databases, or the caller's key lacks a scope.
+    # Trying again later does not help. For example: a queue exists already or is not empty, a port is in use, a limit
+    # is smaller than the call, the cluster file does not fit the databases, or the caller's key lacks a scope.
     REFUSED = 5
     INTERRUPTED = 130
-    # As a shell reports it: 128 plus the number of SIGPIPE.
+    # 128 plus the number of SIGPIPE: the code that shells report for a program that SIGPIPE ended.
     PIPE_CLOSED = 141
 
 
@@ -48,7 +48,8 @@ class CommandFailed(Exception):
 
 
 class RequestRefused(CommandFailed):
-    """A router refused a request: `violations` are the fields and what is wrong with each, as the router names them."""
+    """A router refused a request. `violations`: the names of the wrong fields, each with the router's description of
+    what is wrong."""
 
     def __init__(self, violations: Sequence[tuple[str, str]], *, particulars: Sequence[str]) -> None:
         super().__init__("the router refused the request", ExitCode.USAGE, particulars=particulars)

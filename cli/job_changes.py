@@ -213,7 +213,7 @@ def redrive(
             raise typer.BadParameter(why, param_hint="'--per-second'")
         slowly = {name: conditions[name] for name in ("kind", "died_after", "died_before") if name in conditions}
 
-        # Redrives the jobs in the order of their deaths, with few statements and without reading each job.
+        # Redrives the jobs in the order in which they died. Needs few statements, and reads no jobs.
         def at_once(client: SyncClient, rate: float = per_second) -> int:
             return client.redrive_queue(queue, limit=limit, per_second=rate, **slowly)
 
@@ -257,7 +257,7 @@ def restore(
     with connect(address, timeout) as router:
         for at in range(0, len(wanted), _BATCH):
             part = wanted[at : at + _BATCH]
-            # New ids come from the batch, so that a repeated command stores nothing twice.
+            # Make the new ids from the batch's id, so that a repeated command stores nothing twice.
             jobs = [admin_pb2.RestoreJob(id=one, new_id=nth_id(batch_id, n)) for n, one in enumerate(part, at)]
             request = admin_pb2.RestoreJobsRequest(org=org, jobs=jobs)
             try:
@@ -337,7 +337,7 @@ def purge(
 class _Change:
     """The change that a command makes to jobs."""
 
-    # What the command does, and what is done to the jobs, such as "cancel" and "cancelled".
+    # A verb for what the command does, such as "cancel", and its participle, such as "cancelled".
     verb: str
     done: str
     # The words that the command prints for each answer about a named job.
@@ -395,7 +395,8 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
     if ids and not found.is_empty:
         raise typer.BadParameter("job ids and conditions are both given: give one of them", param_hint="'ID'")
     if not ids and found.is_empty:
-        # --state and --not-killed are not enough, because alone they would select nearly every job of the org.
+        # --state and --not-killed are not enough: without another condition they would select nearly every job of the
+        # org.
         raise typer.BadParameter(
             "neither job ids nor conditions are given: give ids, or at least one of --queue, --kind, --where and the "
             "times",
@@ -417,8 +418,8 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
         with connect_client(how.address, org, how.timeout) as client:
             _change_named(client, change, wanted, as_json=how.as_json)
         return
-    # Leave out jobs that are made while the command runs, because nobody has counted them. A router's clock would be no
-    # better for this than the clock of this machine: the time in a job's id comes from its producer's clock.
+    # Leave out jobs that are made while the command runs, because the preview has not counted them. The clock of this
+    # machine is as good for this as a router's clock, because the time in a job's id comes from its producer's clock.
     found = replace(found, created_before=found.created_before or datetime.now(UTC))
     with connect_client(how.address, org, how.timeout) as client:
         total = None
@@ -427,8 +428,8 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
         if not how.dry_run and total != 0:
             total = _change_found(client, change, found, how, total)
         elif not how.dry_run:
-            # The preview found no job. If jobs meet the conditions by now, they are not changed, because the user has
-            # not confirmed that.
+            # The preview found no job. Even if some jobs meet the conditions now, do not change them, because the user
+            # has not confirmed that.
             _report({change.done: 0, "skipped": 0}, as_json=how.as_json)
         if total == 0 and not client.list_queues():
             output.note(no_queues(org))
@@ -437,8 +438,8 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
 
 
 def note_fields_among(keys: Iterable[str]) -> None:
-    """Prints a hint for each key of --where that is also the name of a job's field. For a command that has found no
-    job."""
+    """Prints a hint for each key of --where that is also the name of a job's field. Call this when a command has found
+    no job."""
     for hint in values.fields_among(keys):
         output.note(hint)
 
@@ -484,7 +485,7 @@ def _preview(client: SyncClient, change: _Change, where: JobFilter, org: str, ho
 
 
 def _why(job: JobRecord) -> list[str]:
-    """Returns why a job is dead, in one line as a list shows it; empty for other jobs."""
+    """Returns why a job is dead, as one line for a list. Empty if the job is not dead."""
     from cli.messages import first_line
 
     failure = job.attempts[-1].failure if job.attempts else None

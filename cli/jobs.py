@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _BATCH = 1000
 _PAGE_MAX = 1000
-# How long one call of `watch` waits for the job's end. Then the command looks for changes.
+# How long one call of `watch` waits for the job's end. After each call, the command prints what has changed.
 _WATCH_S = 1
 
 
@@ -353,8 +353,8 @@ def _pages(
     limit: int,
     away: set[str],
 ) -> Iterator[tuple[Sequence[job_pb2.Job], bool]]:
-    """Yields the jobs in one state, page by page, and with each page whether the limit cut off more jobs. Adds the
-    shards that did not answer to `away`."""
+    """Yields the jobs in one state, page by page, and with each page whether the limit cut off more jobs. Adds to
+    `away` the shards that did not answer."""
     from windrow.v1 import admin_pb2, job_pb2
 
     token, left = "", limit

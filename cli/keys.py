@@ -160,7 +160,7 @@ def revoke(
 
     key_id = api_keys.parse_id(key)
     if key_id is None:
-        # Do not show the text: it may be a whole key.
+        # Do not show the text, because it may be a whole key with its secret.
         raise CommandFailed("KEY: must be the id of a key, such as wr_abcdefgh2345, without its secret", ExitCode.USAGE)
     cluster = databases.read(config)
 

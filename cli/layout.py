@@ -15,8 +15,8 @@ from typer.core import TyperCommand, TyperGroup
 
 # Longer than any first sentence of a help text.
 _SENTENCE = 200
-# Command names that users may try by mistake, each with the right command. Some are the names in other systems; some
-# belong to a command of another group.
+# Command names that users may try by mistake, each with the right command. Some names are those of other systems;
+# others are names of commands in another group.
 ELSEWHERE = {
     "jobs show": "jobs get",
     "queues purge": "jobs purge",
@@ -76,7 +76,8 @@ def _has(command: Any, name: str) -> bool:
 
 
 class Commands(Mapping[str, Any]):
-    """Commands by name. Each is imported and built when it is first used, because all of them together take 0.3 s."""
+    """Commands by name. A command is imported and built when it is first used, because to import and build all commands
+    takes 0.3 s."""
 
     def __init__(self, headings: Mapping[str, Mapping[str, str]]) -> None:
         """`headings`: for each heading of `--help`, the names of the commands below it, each with its function or its
@@ -138,8 +139,8 @@ class Command(TyperCommand):
 
 def _tell_its_place(error: Any, ctx: Any) -> None:
     """Makes an error about an unknown option say where the option belongs. An option for all commands stands before the
-    command. An option for some of a group's commands stands after the name of such a command. If this command has an
-    argument where other commands have this option, the error names the argument."""
+    command. An option of only some of a group's commands stands after the name of a command that has it. If the user's
+    command has an argument for what this option sets in other commands, the error names the argument."""
     root = ctx.find_root()
     # typer does not export the error's class.
     if type(error).__name__ != "NoSuchOption":
@@ -164,7 +165,7 @@ def _tell_its_place(error: Any, ctx: Any) -> None:
 
 
 def _is_option_within(group: Any, option: str) -> bool:
-    """Returns whether any command of a group has the option. False for a command that is no group."""
+    """Returns whether any command of a group has the option. False if `group` is a single command."""
     return isinstance(group, Group) and any(
         _is_option_within(one, option) or any(option in parameter.opts for parameter in one.params)
         for one in group.commands.values()
@@ -190,7 +191,7 @@ def _write_parameters(command: Any, ctx: Any, formatter: Any) -> None:
 
 
 def _readable_message(text: str) -> str:
-    """Replaces typer's messages about numbers, which are for programmers."""
+    """Replaces typer's messages about wrong numbers, because only programmers understand these."""
     if found := re.fullmatch(r"(\S+) is not in the range (\S+)\.", text):
         return f"{found[1]} is out of range: it must be {_plain(found[2])}"
     text = re.sub(r"is not a valid int(eger)?( range)?\.", "is not a whole number", text)
@@ -198,7 +199,7 @@ def _readable_message(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Writes defaults and bounds as words."""
+    """Rewrites typer's notation of defaults and bounds in words."""
     text = re.sub(r"default: \(([^()]*)\)", r"default: \1", text)
     text = re.sub(r"(\d+)<=x<=(\d+)", r"\1 to \2", text)
     text = re.sub(r"x<=(\d+)", r"at most \1", text)

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from cli.calls import Router
     from windrow.v1 import job_pb2, queue_pb2
 
-# The functions below that are commands, in the order of `windrow --help`.
+# The names of the functions below that are commands, in the order of `windrow --help`.
 COMMANDS = ("dequeue", "ack", "nack", "extend", "release", "snooze")
 _BATCH = 1000
 # The longest that one call may wait (queue.proto).
 _WAIT_S_MAX = 60.0
-# If less wait time than this remains, the command ends without another call.
+# The command makes no other call if less than this remains of the time that it may wait.
 _WORTH_WAITING_S = 0.1
 
 Window = Annotated[
@@ -38,7 +38,7 @@ Window = Annotated[
 ]
 _WINDOW_DEFAULT = timedelta(seconds=30)
 _NO_WAIT = timedelta()
-# The answers about leases that the command prints in other words than those of the protocol.
+# Answers about leases whose names in the output differ from the names in the protocol.
 _WORDS = {"not_found": "not found", "cancelled": "job cancelled"}
 # Fields that `dequeue` shows only with --json.
 _NOT_PRINTED = {"priority", "enqueued", "due"}
@@ -122,8 +122,9 @@ def dequeue(
 
 
 def _reasons(router: Router, org: str, queues: Sequence[str]) -> list[str]:
-    """Returns a list with one text: why the queues give no jobs. A queue may not exist, may be paused, or something may
-    hold its ready jobs. The list is empty if there is no such reason, or if the router does not answer."""
+    """Returns a list with one text: why no jobs come from the queues. For example, a queue does not exist, is paused,
+    or has ready jobs that something holds. The list is empty if there is no reason, or if the router does not
+    answer."""
     from windrow.v1 import admin_pb2
 
     reasons: list[str] = []
@@ -143,8 +144,8 @@ def _reasons(router: Router, org: str, queues: Sequence[str]) -> list[str]:
 
 
 def _held_by(router: Router, org: str, queue: str) -> str:
-    """Returns a sentence that says what holds a queue's ready jobs. Empty if nothing does, or if the router does not
-    say."""
+    """Returns a sentence that says what holds a queue's ready jobs. Empty if nothing holds them, or if the router does
+    not say what."""
     from windrow.causes import read_causes
     from windrow.v1 import admin_pb2
 
@@ -153,8 +154,8 @@ def _held_by(router: Router, org: str, queue: str) -> str:
     except CommandFailed:
         return ""
     causes = read_causes(explained.causes, of_queue=True)
-    # Name a limit only if there are ready jobs, and a quarantine only if it has set jobs aside. Otherwise they hold no
-    # jobs.
+    # Name a limit only if there are ready jobs, and a quarantine only if it has set jobs aside. A limit or a quarantine
+    # for which this is not true holds no jobs.
     ready = any(cause.name == "backlog" for cause in causes)
     for cause in causes:
         match cause.name:
@@ -170,7 +171,7 @@ def _held_by(router: Router, org: str, queue: str) -> str:
 
 
 def _first(router: Router, request: queue_pb2.DequeueRequest, wait: timedelta) -> queue_pb2.DequeueResponse:
-    """Returns the due jobs or, if there are none, the first that fall due within `wait`."""
+    """Returns the due jobs. If there are none, returns the first jobs that become due within `wait`."""
     from cli.messages import duration
 
     deadline = time.monotonic() + wait.total_seconds()

@@ -1,4 +1,5 @@
-"""`windrow limits`: how much orgs may enqueue, how many of their jobs may start, and how many may run at a time."""
+"""`windrow limits`: limits on how much orgs may enqueue, how many of their jobs may start in an interval, and how many
+may be leased at the same time."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 app = App(help="Limits how much orgs may enqueue, how many of their jobs may start, and how many run at a time.")
 
-# Measures that count what exists at one moment. Their limits have no interval.
+# Measures that count what exists at one moment, each with its name for messages. A limit of such a measure has no
+# interval.
 _AT_A_TIME = {
     "in_flight": "jobs in flight",
     "backlog": "jobs of backlog",
@@ -200,7 +202,7 @@ def _org(org: str | None, *, every_org: bool) -> str:
 
 
 def _measure(limit: limits_pb2.Limit) -> str:
-    """Returns what the limit counts, such as jobs or in_flight."""
+    """Returns the name of what the limit counts, such as `jobs` or `in_flight`."""
     from windrow.v1 import limits_pb2
 
     return limits_pb2.LimitMeasure.Name(limit.measure).removeprefix("LIMIT_MEASURE_").lower()

@@ -118,7 +118,8 @@ async def in_thread(scope: contextlib.AbstractContextManager[_T]) -> AsyncGenera
     """Enters and leaves a blocking context manager in a thread, so that it does not block the event loop."""
     entering = asyncio.create_task(asyncio.to_thread(scope.__enter__))
     try:
-        # A thread cannot be cancelled. If this task is cancelled, wait until the scope is entered, then leave it.
+        # A thread cannot be cancelled. If this task is cancelled, wait until the scope has been entered, and then leave
+        # it.
         yield await asyncio.shield(entering)
     finally:
         await asyncio.wait({entering})

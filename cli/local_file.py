@@ -23,9 +23,9 @@ FIRST = "s1"
 FILE = "cluster.toml"
 _SHARDS_DEFAULT = 2
 _NAME = re.compile(r"s[1-9]\d*")
-# The file with the address at which the routers listen, or listened when the cluster ran last.
+# The file with the address at which the routers listen, or at which they listened when the cluster ran last.
 _ADDRESS = "address"
-# The DSNs that embedded/ makes.
+# Matches the DSNs that embedded/ makes.
 _OUR_DSN = re.compile(r"postgresql://windrow:[^@/]*@127\.0\.0\.1:\d+/windrow")
 _BEGINNING = '[cluster]\nname = "local"\n\n[router]\ndrain_seconds = 10\n'
 
@@ -62,7 +62,8 @@ def keep_address(root: Path, address: str) -> None:
 
 
 def address(root: Path) -> str:
-    """Returns the address of the cluster that runs on this data, or ran on it last. Empty if there was none yet."""
+    """Returns the address of the cluster that runs on this data now, or that used this data last. Empty if no cluster
+    has used it yet."""
     try:
         return (root / _ADDRESS).read_text().strip()
     except OSError:

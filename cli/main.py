@@ -19,7 +19,7 @@ from cli.layout import App, Commands
 
 app = App(epilog=EPILOG)
 
-# Every command, with its heading and the place of its function or of its App.
+# The commands below each heading, each with the place of its function or of its `App`.
 _START = {
     "up": "cli.up:up",
     "router": "cli.servers:router",

@@ -60,8 +60,8 @@ def timestamp(value: datetime) -> Timestamp:
 
 
 def update_mask(changed: Message, reset: Iterable[str]) -> FieldMask:
-    """Returns a mask with the fields that `changed` has, and the fields to reset. A field that is in the mask and not
-    in the message is reset. Raises BadParameter."""
+    """Returns a mask that names the fields that `changed` has and the fields to reset. The router resets a field that
+    is in the mask but not in the message. Raises BadParameter."""
     given = [field.name for field, _ in changed.ListFields()]
     for name in reset:
         if name in given:
@@ -146,7 +146,8 @@ def _figure_json(name: str, figure: Figure) -> tuple[str, object]:
 
 
 def bytes_json(name: str, data: bytes) -> dict[str, str | None]:
-    """Returns bytes as text under the key `name`; if they are not UTF-8, as base64 under another key."""
+    """Returns an object with the bytes as text under the key `name`. If the bytes are not UTF-8, the object has them as
+    base64 under another key."""
     try:
         return {name: data.decode()}
     except UnicodeDecodeError:
@@ -154,7 +155,7 @@ def bytes_json(name: str, data: bytes) -> dict[str, str | None]:
 
 
 def bytes_shown(data: bytes) -> str:
-    """Formats bytes for people: as text if they are UTF-8, and no more text than fits on a screen."""
+    """Formats bytes for people: as text if they are UTF-8. Cuts off text that would not fit on a screen."""
     try:
         text = data.decode()
     except UnicodeDecodeError:
@@ -242,8 +243,8 @@ def _workflow_json(of: job_pb2.WorkflowNode | None) -> dict[str, object] | None:
 
 
 def _scheduled_run_json(run: job_pb2.ScheduledRun | str | None) -> dict[str, object] | None:
-    """Returns which run of a schedule has stored a job, or None if a producer enqueued the job. For an exported job,
-    `run` is a text: the JSON that the shard stores, with times in microseconds."""
+    """Returns, as JSON values, the run of a schedule that has stored a job, or None if a producer enqueued the job. For
+    an exported job, `run` is a text: the JSON that the shard stores, with times in microseconds."""
     if run is None:
         return None
     if isinstance(run, str):
@@ -261,7 +262,8 @@ def _stamp(us: int | None) -> Timestamp | None:
     return None if us is None else Timestamp(seconds=us // 1_000_000, nanos=us % 1_000_000 * 1000)
 
 
-# The keys of a job's JSON, in their order, and how each field is written. None: the field is written as it is.
+# The keys of a job's JSON, in their order, each with a function that converts the field. None: the field is written as
+# it is.
 _JOB_JSON: Mapping[str, Callable[[Any], object] | None] = {
     "id": None,
     "org": None,
@@ -293,7 +295,7 @@ _JOB_JSON: Mapping[str, Callable[[Any], object] | None] = {
     "history": lambda history: json.loads(history or "[]"),
     "shard": None,
 }
-# The text fields of a job's template that need no entry in _JOB_JSON, such as its group.
+# The text fields of a job's template that need no entry in _JOB_JSON, such as `group`.
 OTHER_TEXTS = tuple(
     field.name
     for field in job_pb2.JobTemplate.DESCRIPTOR.fields
@@ -302,7 +304,8 @@ OTHER_TEXTS = tuple(
 
 
 def job_json(job: job_pb2.LeasedJob | job_pb2.Job | Mapping[str, Any], *, payloads: bool) -> dict[str, object]:
-    """Returns the JSON of a leased, stored or exported job. It has the keys of the fields that such a job has."""
+    """Returns the JSON object of a leased, stored or exported job. The object has a key only for the fields that this
+    form of a job has."""
     fields = job if isinstance(job, Mapping) else _fields(job)
     document = {
         name: fields[name] if write is None else write(fields[name])
@@ -381,7 +384,7 @@ def watch_line(job: job_pb2.Job) -> str:
 
 def _progress_text(progress: job_pb2.Progress) -> str:
     done = f"{progress.done:,} of {progress.total:,}" if progress.total else f"{progress.done:,}"
-    # On one line, because a second line of a note would look like a part of the answer.
+    # Show the note on one line, because a second line would look like a part of the answer.
     return f"{done}: {visible(progress.note)}" if progress.note else done
 
 

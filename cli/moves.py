@@ -1,5 +1,5 @@
-"""`windrow shards plan`, `rebalance`, `drain` and `forget`: moves of slots between shards. They read the cluster file
-and the databases, as the balancer does."""
+"""`windrow shards plan`, `rebalance`, `drain` and `forget`: moves of slots between shards. These commands read the
+cluster file and the databases, as the balancer does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _LOOK_S = 1.0
 # A balancer that starts, or takes over from another balancer, may take this long until it leads.
 _LEADERLESS_S = 3.0
-# How many orgs that cannot leave a draining shard are named.
+# The largest number of orgs that are named because they cannot leave a draining shard.
 _STUCK_SHOWN_MAX = 10
 # A balancer notices a new cluster file in less than this time.
 _FOLLOWED_WITHIN_S = 3.0
@@ -50,7 +50,7 @@ def add_to(shards: App) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Transfer:
-    """Slots that are moved from one shard to another, or will be."""
+    """Slots that are being moved from one shard to another, or will be moved."""
 
     source: str
     target: str
@@ -148,8 +148,8 @@ def _refuse_misfits(troubles: Collection[ShardError]) -> None:
 
 
 async def _plan(cluster: Cluster) -> tuple[list[_Transfer], Collection[str], Collection[ShardError]]:
-    """Returns current and planned transfers, complaints about what cannot move, and the errors of databases and of the
-    cluster file."""
+    """Returns three things: the current and planned transfers, a text for each thing that cannot move, and the errors
+    of databases and of the cluster file."""
     from balancer.plan import blocked_reason, transfers
     from balancer.shards import open_shards
     from shard.placement import catalog
@@ -185,8 +185,8 @@ async def _plan(cluster: Cluster) -> tuple[list[_Transfer], Collection[str], Col
 
 
 def _removed_too_early(known: Catalog, cluster: Cluster) -> Iterator[ShardError]:
-    """Yields an error for each former owner that the file lacks. Such a shard holds no slots, but routers still ask it
-    about jobs, and refuse a file without it. A file that lacks a shard with slots is refused when the catalog is
+    """Yields an error for each former owner that the file lacks. A former owner holds no slots, but routers still ask
+    it about jobs, and refuse a file that lacks it. A file that lacks a shard with slots is refused when the catalog is
     read."""
     from shard.errors import Misconfigured
 
@@ -263,7 +263,7 @@ async def _rebalance(cluster: Cluster) -> tuple[int, Mapping[Move, str]]:
     async with open_shards(cluster) as shards:
         total = await shards.slots_to_go()
         if not total:
-            # While slots move, the balancing itself names the shards that it cannot use.
+            # No slot has to move. If slots had to move, the balancing itself would name the shards that it cannot use.
             for trouble in (await shards.troubles()).values():
                 output.note(str(trouble))
             return 0, {}
@@ -305,8 +305,8 @@ async def _move(cluster: Cluster, shards: Shards, stop: asyncio.Event) -> Mappin
 
 
 class _Obstacles:
-    """Reports what keeps another process's balancer from moving slots, as far as this process can see it. Reports each
-    obstacle once."""
+    """Reports obstacles that stop the balancer of another process from moving slots, if this process can see them.
+    Reports each obstacle once."""
 
     def __init__(self, cluster: Cluster, shards: Shards) -> None:
         self._cluster = cluster

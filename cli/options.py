@@ -20,10 +20,10 @@ TIMEOUT_DEFAULT = timedelta(seconds=10)
 
 
 def _address(context: typer.Context, option: typer.CallbackParam, value: str) -> str:
-    """Returns the profile's address unless one is given."""
+    """Returns the address that the user gave, or else the address of the profile."""
     from cli import profiles
 
-    # `windrow health` has another name for its option.
+    # Use the name of this option, because `windrow health` has another name for it.
     source = context.get_parameter_source(option.name or "")
     return profiles.address(value, is_given=source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT"))
 

@@ -142,8 +142,8 @@ def rows(orgs: Iterable[cluster_pb2.OrgFigures]) -> list[tuple[str, ...]]:
 
 
 def rates_over(orgs: Iterable[cluster_pb2.OrgFigures]) -> timedelta | None:
-    """Returns the time over which the rates were measured, or the longest one if shards were counted at different
-    times."""
+    """Returns the length of the time over which the rates were measured. If it differs between orgs, because shards
+    were counted at different times, returns the longest."""
     return max((one.rates_over.ToTimedelta() for one in orgs if one.HasField("rates_over")), default=None)
 
 

@@ -1,7 +1,7 @@
 """`windrow orgs`: sets the retention of an org's history, puts the org under legal hold, or erases it.
 
 These commands read the cluster file and connect to the catalog and to all shards, because an org's history may be on
-several shards. cli/org_figures.py adds the list of all orgs.
+several shards. The list of all orgs is in cli/org_figures.py.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def erase(
     if not yes:
         _confirm(org)
     if receipt is not None:
-        # Find a wrong path before anything is erased.
+        # Open the file for the receipt now, so that a wrong path is reported before anything is erased.
         opened(receipt, lambda: receipt.open("a").close(), hint="--receipt")
     own_id = str(erasure_id or uuid.uuid4())
     said: list[str] = []

@@ -65,7 +65,7 @@ _STYLES = {
     "critical": "bold red",
 }
 _GAP = "  "
-# The pause between two lines about the progress, if no bar is shown.
+# The time between two lines about the progress, if no progress bar is shown.
 _NOTE_S = 10.0
 
 
@@ -73,9 +73,10 @@ _NOTE_S = 10.0
 class Column:
     title: str
     right: bool = False
-    # The cells are states or outcomes, and get colours.
+    # Whether the cells are states or outcomes, which are printed in colours.
     coloured: bool = False
-    # The cells are printed below their rows if the table is too wide for the terminal, or if a cell has several lines.
+    # Print each cell of this column below its row if the table is too wide for the terminal, or if a cell has several
+    # lines.
     detail: bool = False
 
 
@@ -100,8 +101,9 @@ def say_json(documents: Iterable[Mapping[str, object]]) -> None:
 
 
 def _invisible_escaped(line: str) -> str:
-    """Escapes the characters of a line of JSON that a terminal might interpret. JSON itself escapes such characters
-    only up to U+001F. All others are inside the strings of the JSON, where they may be escaped."""
+    """Escapes the characters of a line of JSON that a terminal might interpret. JSON itself escapes only the characters
+    up to U+001F. All other characters that a terminal might interpret are inside strings of the JSON, so they may be
+    escaped."""
     if line.isprintable():
         return line
     return "".join(sign if sign.isprintable() else json.dumps(sign)[1:-1] for sign in line)
@@ -191,7 +193,8 @@ def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, ind
 
 
 def wrapped(text: str, *, indent: int) -> str:
-    """Wraps a text to the terminal's width minus an indent. Without a terminal, the text stays on one line."""
+    """Wraps a text to the terminal's width minus an indent. If standard output is not a terminal, the text stays on one
+    line."""
     return textwrap.fill(text, max(40, _stdout().width - indent), break_long_words=False, break_on_hyphens=False)
 
 
@@ -233,7 +236,7 @@ def working(text: str) -> Generator[Status | None, None, None]:
 @contextlib.contextmanager
 def counting(what: str) -> Generator[Progress | None, None, None]:
     """Shows a progress bar on standard error for a count whose total is not known yet. Shows no bar if standard error
-    is not a terminal. Also shows no bar if standard output is a terminal, because there the answers themselves show the
+    is not a terminal. Also shows no bar if standard output is a terminal, because the answers on this terminal show the
     progress."""
     if not sys.stderr.isatty() or sys.stdout.isatty():
         yield None
@@ -303,7 +306,7 @@ def _print(lines: Iterable[Text]) -> None:
 
 def can_redraw() -> bool:
     """Returns whether standard output is a terminal that can show new figures in the place of old ones. On a terminal
-    without that ability, such as TERM=dumb, the user would see nothing."""
+    that cannot do this, such as one with TERM=dumb, the user would see nothing."""
     return sys.stdout.isatty() and not _stdout().is_dumb_terminal
 
 
@@ -317,12 +320,12 @@ def _stdout() -> Console:
 
 @contextlib.contextmanager
 def _writing() -> Generator[None, None, None]:
-    """Ends the command if a write to standard output fails; without a message if the reader closed the pipe."""
+    """Ends the command if a write to standard output fails. Prints no message if the reader has closed the pipe."""
     _refuse_closed()
     try:
         yield
     except OSError as error:
-        # Discard the rest, which the interpreter would otherwise try to write when it ends.
+        # Discard the rest of the output: otherwise the interpreter would try to write it when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise typer.Exit(ExitCode.PIPE_CLOSED) from error

@@ -1,5 +1,5 @@
-"""`windrow shards pin`, `unpin` and `pins`: orgs that live on a shard of an operator's choice, and not on the shard of
-their hash.
+"""`windrow shards pin`, `unpin` and `pins`: for orgs that live on the shard that an operator has chosen, and not on the
+shard of their hash.
 
 The commands change the wanted shard in the catalog. A balancer then moves the orgs.
 """
@@ -124,14 +124,15 @@ def pins(config: options.Config, as_json: options.Json = False) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shown:
-    """An org with a slot of its own: where it should live, and where it lives."""
+    """An org with its own slot: the shard where it should live, and the shard where it lives."""
 
     pin: Pin
     # The shard where the org lives; during a move, the source and then the target.
     shards: tuple[str, ...]
     # The shard that the current plan has for the org.
     planned: str
-    # Why the org cannot be moved to where it should live; empty if it can, or if it is there already.
+    # Why the org cannot be moved to the shard where it should live. Empty if it can be moved there, or if it lives
+    # there already.
     trouble: str
 
     @property
@@ -179,7 +180,7 @@ async def _all(database: Database, cluster: Cluster) -> list[_Shown]:
     from balancer.pins import plan
     from shard.placement import catalog, pins
 
-    # Read the pins first, so that the catalog, which is read later, has the slots of all pins.
+    # Read the pins before the rest of the catalog, so that the rest contains the slots of all these pins.
     found = await pins.read(database)
     known = await catalog.read(database)
     planned = plan(known, found, cluster.shards)

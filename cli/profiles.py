@@ -26,7 +26,7 @@ DEFAULT = "default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """How to reach a cluster. An empty text: not set."""
+    """How to reach a cluster. A field that is not set is an empty text."""
 
     address: str = ""
     token: str = ""
@@ -48,7 +48,7 @@ class _Choice:
     name: str | None = None
     profile: Profile | None = None
     is_read: bool = False
-    # Whether nothing overrides the profile, not even the environment.
+    # Whether the profile counts even if an option or an environment variable is set.
     alone: bool = False
     # Whether the default profile does not apply, because an address is given.
     is_passed_over: bool = False
@@ -97,8 +97,8 @@ def token_of_calls() -> str | None:
 
 
 def where_tokens_are() -> str:
-    """Returns where the command's token came from, or where it may come from if the command has none. This is for the
-    error of a call whose caller is not known. Raises CommandFailed."""
+    """Returns where the command's token came from. If the command has no token, returns where the user may put one. The
+    text is for the error of a call whose caller is not known. Raises CommandFailed."""
     profile = _current()
     name = _choice.name or DEFAULT
     own = profile is not None and bool(profile.token)
@@ -181,7 +181,7 @@ def _read() -> dict[str, Profile]:
     except OSError as error:
         raise CommandFailed(f"{file}: {error.strerror}", ExitCode.USAGE) from error
     except ValueError:
-        # Drop the cause, because it may quote a token.
+        # Raise without the cause, because the cause may quote a token.
         raise CommandFailed(f"{file}: is not TOML; correct it, or remove it and log in again", ExitCode.USAGE) from None
     return {name: _profile(name, table) for name, table in document.items()}
 

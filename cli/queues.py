@@ -27,7 +27,7 @@ class Field(StrEnum):
     QUARANTINE_AFTER = "quarantine_after"
 
 
-# The columns of the list that are no numbers.
+# The columns of the list that contain text. All other columns contain numbers.
 _TEXTS = {"queue", "state", "retry", "created", "shard"}
 
 _Kind: TypeAlias = Annotated[str, typer.Argument(metavar="KIND", show_default=False, help="The kind of the jobs.")]

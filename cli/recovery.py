@@ -1,5 +1,5 @@
-"""`windrow shards accept` and `windrow shards recover`, for a shard that lost history. They read the cluster file and
-connect to the databases."""
+"""`windrow shards accept` and `windrow shards recover`, for a shard that lost history. These commands read the cluster
+file and connect to the databases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LostRuns(StrEnum):
-    """What becomes of runs of schedules that a shard may have stored before it lost history."""
+    """What to do about runs of schedules that the shard may have stored before it lost history."""
 
     SKIP = "skip"
     RUN_AGAIN = "run-again"

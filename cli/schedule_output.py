@@ -53,9 +53,9 @@ def print_schedule(schedule: schedules_pb2.ScheduleInfo, *, as_json: bool = Fals
 
 
 def note_end(schedule: schedules_pb2.ScheduleInfo) -> None:
-    """Warns the user if a schedule that was created or changed has no next time. The year in its timing may be
+    """Warns the user if a schedule that was created or changed has no next time: the year in its timing may be
     wrong."""
-    # The router sends a paused schedule without its next times.
+    # Do not warn about a paused schedule: the router never sends its next times.
     if schedule.next or schedule.paused:
         return
     end = f", until {output.time_text(schedule.spec.end.ToDatetime())}" if schedule.spec.HasField("end") else ""

@@ -274,8 +274,8 @@ class _Outcome:
 
 
 async def _migrate_all(cluster: Cluster) -> list[_Outcome]:
-    """Migrates every shard that is not off, and the catalog. An existing catalog comes first, because it knows which
-    databases belong to the cluster. Raises ShardError if the catalog cannot be used."""
+    """Migrates every shard that is not off, and the catalog. If the catalog exists already, it is migrated first,
+    because it knows which databases belong to the cluster. Raises ShardError if the catalog cannot be used."""
     from shard.placement import catalog
     from shard.placement.cluster_file import ShardState
     from shard.postgres import schema

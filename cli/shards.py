@@ -1,4 +1,4 @@
-"""`windrow shards`: the shards as a router sees them. The commands that other modules add to this group do
+"""`windrow shards`: shows the shards as a router sees them. Other modules add commands to this group. Those commands do
 not ask a router: they connect to the databases of a cluster file."""
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def list_shards(
     if as_json:
         output.say_json({**_shard_json(shard), "cluster_file": _file_json(file)} for shard in found.shards)
     else:
-        # These figures have columns of their own, which are shown only if a shard has such a figure. As text behind the
-        # counts of another column, they would push the counts out of line.
+        # These figures have their own columns, which are shown only if a shard has such a figure. If they were text
+        # after the counts of another column, the counts would not be aligned.
         fields = {"leaving": "leaving_slots", "pinned orgs": "pinned_orgs"}
         extra = {title: name for title, name in fields.items() if any(getattr(shard, name) for shard in found.shards)}
         columns = [
@@ -74,7 +74,8 @@ def list_shards(
 
 
 def _refuse_lost_options(context: typer.Context) -> None:
-    """Refuses options before the name of a subcommand: they belong to the list, which is not shown in that case."""
+    """Refuses options before the name of a subcommand, because such options belong to the list, and a subcommand does
+    not show the list."""
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if source is not None and source.name == "COMMANDLINE":

@@ -1,4 +1,4 @@
-"""Redirects standard error of this process and of its children."""
+"""Redirects the standard error of this process and of its child processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Generator
 
 @contextlib.contextmanager
 def standard_error_to(descriptor: int) -> Generator[None, None, None]:
-    """Sends the logs of this process and its children to a file, so that they do not fill the screen."""
+    """Sends the logs of this process and of its child processes to a file, so that the logs do not fill the screen."""
     sys.stderr.flush()
     saved = os.dup(2)
     os.dup2(descriptor, 2)

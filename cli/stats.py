@@ -102,7 +102,7 @@ def _watch(
 
 
 def shown(queues: Sequence[admin_pb2.QueueStats], *, finished: bool) -> Sequence[str]:
-    """Returns the states to be shown: `blocked` only if a queue has blocked jobs, because few orgs have workflows."""
+    """Returns the states to show. Shows `blocked` only if a queue has blocked jobs, because few orgs have workflows."""
     counts = (*_LIVE, *_FINISHED) if finished else _LIVE
     return ("blocked", *counts) if any(queue.blocked for queue in queues) else counts
 

@@ -13,8 +13,7 @@ from cli.exits import CommandFailed, ExitCode
 
 _VARIABLE = "WINDROW_TOKEN"
 _BYTES_MAX = 16 * 1024
-# The file with the token for this run of the command. None: the token is in the environment variable, if there is a
-# token.
+# The file with the token for this run of the command. None: the command uses WINDROW_TOKEN, if this variable is set.
 _file: Path | None = None
 
 
@@ -49,7 +48,7 @@ def read(file: Path) -> str:
     except OSError as error:
         raise CommandFailed(f"{where}: {error.strerror}", ExitCode.USAGE) from error
     except UnicodeDecodeError:
-        # The cause would show the bytes.
+        # Raise without the cause, because the cause would show bytes of the token.
         raise CommandFailed(f"{where}: is not a token: it is not ASCII", ExitCode.USAGE) from None
     if not found:
         raise CommandFailed(f"{where}: is empty", ExitCode.USAGE)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cli.calls import Router
     from windrow.v1 import admin_pb2
 
-# Looks take at most 1/_REST of the time, so that shards are not busy with counting, no matter how many jobs they have.
+# Looks take at most 1/`_REST` of the time, so that shards are not busy with counting, even if they have very many jobs.
 _REST = 20
 # How many lines of the screen are not rows: two heads, the line for trouble, and an empty line that prevents scrolling.
 _HEADS = 4
@@ -44,7 +44,7 @@ class _Figures:
     away: Sequence[str]
 
 
-# Gets the figures. The arguments: how many rows at most, and how old the figures may be.
+# Gets the figures. The arguments are the largest number of rows, and the largest age of the figures.
 _Look = Callable[[int, timedelta], _Figures]
 
 
@@ -184,7 +184,7 @@ def _show(look: _Look, interval: timedelta, limit: int) -> None:
             lines = output.table_lines(seen.columns, seen.rows)
             for line in lines:
                 line.truncate(console.width)
-            # Escape the trouble: its text may come from a router whose identity was not checked.
+            # Escape the text of the trouble, because it may come from a router whose identity was not checked.
             live.update(Group(Text(head, "dim"), *lines, Text(output.visible(trouble), "red")), refresh=True)
             if quits_within(pause.total_seconds()):
                 return

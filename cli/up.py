@@ -120,7 +120,7 @@ def up(
 
 
 def _user(root: Path | None, listen: str, host: str) -> str:
-    """Returns which cluster probably uses an address, and what to do."""
+    """Returns a text for the user: which cluster probably uses the address, and what to do."""
     from cli import local_file
 
     other = f"choose another address with --listen, such as {host}:0 for any free port"
@@ -156,7 +156,7 @@ class _Up:
     listen: str
     # The data's folder; None for an ephemeral cluster.
     root: Path | None
-    # Whether the cluster asks callers for an API key, and a key is created.
+    # Whether this start has --secure: callers then need an API key, and the command prints one.
     secure: bool
     as_json: bool
     # Whether a second signal stopped the cluster at once.
@@ -209,7 +209,7 @@ class _Up:
             for pid in self._cluster.routers.pids:
                 _send(pid, signal.SIGKILL)
             for server in self._cluster.postgres.values():
-                # This is an immediate shutdown in Postgres's terms: the server recovers at its next start.
+                # SIGQUIT is what Postgres calls an immediate shutdown: the server recovers at its next start.
                 _send(server.pid, signal.SIGQUIT)
 
     def _routers(self) -> str:
@@ -244,7 +244,7 @@ class _Up:
                 f"  {command} keys create --all-orgs --scope cluster --config {shlex.quote(str(cluster.config))}\n"
             )
         elif "auth" in databases.read(cluster.config).tables:
-            # An earlier start had --secure, or somebody has edited the file.
+            # This start has no --secure, but an earlier start had it, or somebody has edited the file.
             needs = (
                 "\nThis cluster asks callers for an API key: set WINDROW_TOKEN to one for the org acme before you "
                 "paste.\nA start with --secure prints one.\n"
@@ -279,8 +279,8 @@ def _scopes() -> list[str]:
 
 
 async def _key(config: Path) -> str:
-    """Returns an API key for the org acme: the key of earlier starts, or a new key. Keeps it in the folder of the
-    cluster file, which has secrets already: the passwords of the databases."""
+    """Returns an API key for the org acme: the key of earlier starts, or a new key. Stores the key in the folder of the
+    cluster file, where the passwords of the databases are stored too."""
     from embedded.folders import write_file
     from shard.admin import api_keys
     from shard.vocabulary import OrgId

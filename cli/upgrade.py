@@ -110,7 +110,7 @@ def _step_json(step: Step) -> dict[str, object]:
 
 
 async def _plan_all(cluster: Cluster) -> list[_Planned]:
-    """Plans the migrations of all databases. The catalog has an entry of its own if it has a database of its own."""
+    """Plans the migrations of all databases. The catalog has its own entry if it has its own database."""
     from shard.placement.cluster_file import ShardState
     from shard.vocabulary import CATALOG
 

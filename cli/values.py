@@ -1,6 +1,6 @@
 """Parses and formats values of the command line: durations, times, leases, ids, retry policies. No I/O.
 
-Every parser raises typer.BadParameter with the option, the value, and the correct form.
+Every parser raises `typer.BadParameter`, whose message has the option, the value, and the correct form.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _DAYS = re.compile(r"([0-9]{1,4})d")
 _RETENTIONS = {"none": 0, "7y": 2557}
 _FACTOR = re.compile(r"([x~])(\d+(?:\.\d+)?)")
 
-# Fields of a job that users may mistake for attributes in --where, each with the option that selects jobs by it.
+# Fields of a job that users may mistake for attributes in --where, each with the option that selects jobs by this
+# field.
 _FIELD_OPTIONS = {"queue": "QUEUE or --queue", "kind": "--kind", "state": "--state", "priority": ""}
 
 
@@ -122,7 +123,7 @@ def moment(value: str | datetime) -> datetime:
 
 
 def past_moment(value: str | datetime) -> datetime:
-    """Parses a time in the past: as `moment` does, or a duration such as 1h, which means 1 hour ago."""
+    """Parses a time in the past. Accepts what `moment` accepts, and a duration such as 1h, which means 1 hour ago."""
     if isinstance(value, datetime):
         return value
     if _DURATION.fullmatch(value):

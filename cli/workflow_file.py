@@ -37,7 +37,7 @@ _OPTIONS = {
 }
 # The reverse: the name in the file for each name in the contract.
 _FIELDS = {option: name for name, option in _OPTIONS.items()}
-# As _FIELDS, for a node that waits for a signal: what is `timeout` in the file is the delay of the node's job in the
+# As _FIELDS, for a node that waits for a signal: the field `timeout` of the file is the delay of the node's job in the
 # contract.
 _FIELDS_OF_SIGNALS = {"delay": "timeout"}
 # Checks a value. Returns None if the value is right, and otherwise what the value must be.
@@ -143,8 +143,8 @@ def _after(added: Node, node: Mapping[str, Any]) -> Node:
 
 
 def _given(document: Any, rules: Mapping[str, _Rule], *required: str, what: str) -> dict[str, Any]:
-    """Returns the fields that an object has, after checking them. A field that is null counts as absent. `what`: the
-    kind of object. Raises _Fault, also if the object has other fields."""
+    """Checks the fields of an object, and returns them. A field that is null counts as absent. `what`: the kind of
+    object. Raises _Fault if a field is wrong, is missing or is unknown."""
     if not isinstance(document, dict):
         raise _Fault(f"must be an object with {' and '.join(map(_shown, required))}, not {_shown(document)}")
     fields = cast("dict[str, Any]", document)

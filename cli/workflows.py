@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _PAGE = 1000
 _COUNTS = ("blocked", "released", "succeeded", "failed", "cancelled", "skipped")
-# If more nodes of one level than this are alike, they are drawn as one line. A node shows no more than this many of the
-# nodes that it waits for.
+# If more than this many nodes of one level are alike, they are drawn as one line. At most this many of the nodes that a
+# node waits for are shown.
 _ALIKE_MAX = 3
 _SIGNAL_BYTES_MAX = 64 * 1024
 # The characters that have a meaning in a label of Mermaid, which may contain HTML.
@@ -455,8 +455,8 @@ def _levels(nodes: Sequence[workflows_pb2.NodeInfo]) -> dict[str, int]:
     """Returns, for each node, the length of the longest chain of nodes that it waits for."""
     after = {node.name: [edge.node for edge in node.after] for node in nodes}
     levels: dict[str, int] = {}
-    # Sort the nodes, because the list has a node's parents before the node, except the parents that its own job has
-    # added.
+    # Sort the nodes. The list has the parents of a node before the node, but not the parents that the node's own job
+    # has added.
     for name in TopologicalSorter(after).static_order():
         levels[name] = max((levels[parent] + 1 for parent in after.get(name, ())), default=0)
     return levels
@@ -487,7 +487,7 @@ def _drawn(nodes: Sequence[workflows_pb2.NodeInfo]) -> Iterator[list[str]]:
 
 
 def _title(node: workflows_pb2.NodeInfo) -> str:
-    """Returns a node's name. If the node is a callback or waits for a signal, this is said before the name."""
+    """Returns a node's name. If the node is a callback or waits for a signal, the text says so before the name."""
     what = _callback(node) or ("signal" if node.signal else None)
     return node.name if what is None else f"{what}: {node.name}"
 

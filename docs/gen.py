@@ -1,12 +1,12 @@
 """Generates docs/cli.md from the commands and docs/cli.md.in, the table of scopes in SECURITY.md from the contract, and
-the options of new jobs in the README of the Python client from NewJob. With --check, only reports whether they are up
-to date.
+the options of new jobs in the README of the Python client from NewJob. With --check, changes nothing and only reports
+whether these texts are up to date.
 
 A line `{{windrow …}}` of the template becomes the reference of that command: heading, usage, help, options and their
-defaults. After these comes what the docstring of the command has after a form feed, such as an example; `--help` leaves
-it out. A command that the template does not name comes after the command before it. A line `{{keys of …}}` becomes the
-JSON keys of a job, a schedule or a queue. The template adds what the commands do not contain: examples with their
-output, and the JSON keys of other things.
+defaults. After these comes the part of the command's docstring after a form feed, such as an example; `--help` leaves
+this part out. A command that the template does not name is put after its predecessor in the list of commands. A line
+`{{keys of …}}` becomes the JSON keys of a job, a schedule or a queue. The template adds what the commands do not
+contain: examples with their output, and the JSON keys of other things.
 """
 
 import importlib
@@ -42,8 +42,8 @@ PAGE = DOCS / "cli.md"
 SECURITY = ROOT / "SECURITY.md"
 CLIENT = ROOT / "clients/python/README.md"
 INCLUDE = re.compile(r"^\{\{(.+)\}\}$", re.MULTILINE)
-# The head of the page explains these parameters. If a parameter has another meaning in a command, the command's own
-# table explains it.
+# The beginning of the page explains these parameters. If a parameter has another meaning in a command, the table of
+# this command explains it.
 SHARED = ("ORG", "--config", "--address", "--timeout", "--json")
 
 
@@ -64,7 +64,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What a command declares. `more`: what follows its help on the page."""
+    """What a command declares. `more`: the text that follows the help of the command on the page."""
 
     name: str
     usage: str
@@ -119,7 +119,7 @@ def parameters(command: Any, context: Any) -> Iterator[Parameter]:
         for note in filter(None, notes.removesuffix("]").split("; ")):
             what, colon, value = note.partition(": ")
             if what == "default":
-                # Typer shows a default in parentheses if it is a description and no value.
+                # If a default is not a value but a description, Typer shows it in parentheses.
                 default = re.sub(r"^\((.*)\)$", r"\1", value)
             elif what == "env var":
                 meaning += f" Or set `{value}`."
@@ -161,7 +161,7 @@ def json_keys() -> Iterator[tuple[str, str]]:
 
 
 def with_every_command(template: str, names: Iterable[str]) -> str:
-    """Adds the commands that the template does not name, each after the command before it."""
+    """Adds the commands that the template does not name, each after its predecessor in `names`."""
     for before, name in pairwise(names):
         if f"{{{{windrow {name}}}}}" not in template:
             section = rf"^(\{{\{{windrow {before}\}}\}}.*?)\n*(?=^## |^\{{\{{windrow |\Z)"
@@ -171,8 +171,8 @@ def with_every_command(template: str, names: Iterable[str]) -> str:
 
 
 def contents(page: str) -> str:
-    """Returns a table of the page's sections and of the commands in each. After the first command of a group, the group
-    is left out."""
+    """Returns a table of the page's sections, each with its commands. The name of a group is shown only at the first of
+    the group's commands."""
     rows = ["| to do what | commands |", "|---|---|"]
     for section in page.split("\n## ")[1:]:
         names = re.findall(r"^### (.+)$", section, re.MULTILINE)
@@ -212,7 +212,7 @@ def generate() -> str:
 
 
 def scopes() -> str:
-    """Returns the table of the methods that each scope allows."""
+    """Returns a table: for each scope, the methods that it allows."""
     allowed: dict[Scope | None, list[str]] = {scope: [] for scope in (*Scope, None)}
     for proto in sorted((ROOT / "proto/windrow/v1").glob("*.proto")):
         module: Any = importlib.import_module(f"windrow.v1.{proto.stem}_pb2")
@@ -224,13 +224,13 @@ def scopes() -> str:
 
 
 def options() -> str:
-    """Returns what NewJob says of each option, as a list."""
+    """Returns the list of options in the docstring of `NewJob`."""
     text = inspect.cleandoc(NewJob.__doc__ or "")
     return text[text.index("- `attributes`") :] + "\n"
 
 
 def filled(page: Path, place: str, text: str) -> str:
-    """Returns a page with another text between `<!-- PLACE -->` and `<!-- end -->`."""
+    """Returns the page with `text` between `<!-- PLACE -->` and `<!-- end -->`."""
     between = re.compile(rf"(?<=<!-- {place} -->\n).*?(?=<!-- end -->)", re.DOTALL)
     fresh, found = between.subn(lambda _: text, page.read_text())
     if found != 1:

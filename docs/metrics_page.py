@@ -1,4 +1,4 @@
-"""Generates docs/metrics.md from shard/metrics.py. With --check, only reports whether it is up to date."""
+"""Generates docs/metrics.md from shard/metrics.py. With --check, only reports whether the page is up to date."""
 
 import sys
 from pathlib import Path

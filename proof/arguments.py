@@ -1,4 +1,4 @@
-"""Readers of numbers for the command lines of bench and chaos. Pure."""
+"""Reads numbers and names from the command lines of bench and chaos. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 
 def number(most: int, least: int = 1) -> Callable[[str], int]:
-    """Returns a reader of whole numbers in this range."""
+    """Returns a reader of one whole number from `least` to `most`."""
 
     def read(text: str) -> int:
         if not text.strip().isdecimal() or not least <= int(text) <= most:
@@ -18,7 +18,7 @@ def number(most: int, least: int = 1) -> Callable[[str], int]:
 
 
 def numbers(most: int) -> Callable[[str], tuple[int, ...]]:
-    """Returns a reader of whole numbers up to `most`, with commas between them."""
+    """Returns a reader of a list of whole numbers from 1 to `most`, with commas between the numbers."""
     one = number(most)
     return lambda text: tuple(map(one, text.split(",")))
 

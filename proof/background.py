@@ -11,7 +11,7 @@ from typing import Any
 @contextlib.asynccontextmanager
 async def background(*works: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None]:
     """Runs these coroutines until the end of the scope. Raises the error of a coroutine that has failed, unless the
-    scope itself has failed."""
+    code of the scope has raised an error itself."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Balancers: `windrow balancer` processes that follow a cluster file, and are restarted when they end."""
+"""Runs `windrow balancer` processes with a cluster file, and restarts each process when it ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _END_S_MAX = 30.0
 
 
 class Balancers:
-    """Balancers, each with a name that stays the same when its process is replaced. `environ` is added to the
+    """Balancers. Each has a name, which its next process keeps if the process is replaced. `environ` is added to the
     environment of the processes."""
 
     def __init__(self, names: Sequence[str], *, config: Path, folder: Path, environ: Mapping[str, str]) -> None:
@@ -38,7 +38,8 @@ class Balancers:
         return [pid for name in self.names if (pid := self.pid(name)) is not None]
 
     async def keep(self, name: str) -> None:
-        """Keeps a balancer running until this is cancelled. Then ends the process, and kills it if it does not end."""
+        """Keeps a balancer running until this coroutine is cancelled. Then ends the process, and kills it if it does
+        not end."""
         with (self._folder / f"{name}.log").open("ab") as log:
             while True:
                 process = self._running[name] = await _start(self._config, log, self._environ)

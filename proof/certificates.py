@@ -1,5 +1,5 @@
-"""Certificates for tests and benchmarks, and the authorities that sign them. Each run makes new keys, and stores them
-only in its own files."""
+"""Certificates for tests and benchmarks, and the authorities that sign them. Each run of tests or benchmarks makes new
+keys, and stores them only in its own files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The cluster file of a run, which the run edits as operators do. It can also be replaced by texts that readers must
-refuse."""
+"""The cluster file of a run, which the run edits as operators do. The run can also replace the file by texts that
+readers must refuse."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ class Entry:
 
 @dataclass(kw_only=True)
 class ClusterFile:
-    """A cluster file. Call `save` after each edit. While the file is spoiled, edits do not show: they take effect when
-    the file is mended."""
+    """A cluster file. Call `save` after each edit. While the file is spoiled, edits are not written to the file: they
+    take effect when the file is mended."""
 
     path: Path
-    # The name of the cluster.
     name: str
     entries: list[Entry]
     # The DSN of the catalog. Empty: the first shard's database has the catalog.
     catalog_dsn: str = ""
     # The [router] table, and other tables.
     rest: str = ""
-    # Tells the readers of the file that it has changed. They also look for changes from time to time.
+    # Tells the readers of the file that the file has changed. The readers also look for changes from time to time.
     hurry: Callable[[], None] = lambda: None
     # The texts that a reader must refuse.
     unusable: set[str] = field(default_factory=set[str])
@@ -49,7 +48,7 @@ class ClusterFile:
 
     @property
     def text(self) -> str:
-        """The text that the file has while it is not spoiled."""
+        """The text of the file when the file is not spoiled."""
         return self.described(self.entries)
 
     def described(self, entries: Sequence[Entry], *, cluster: str = "", catalog_dsn: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Runs Envoy with deploy/envoy.yaml in front of a router, as an operator would, except that it uses other ports."""
+"""Runs Envoy with deploy/envoy.yaml in front of a router, as operators do, but with other ports."""
 
 from __future__ import annotations
 

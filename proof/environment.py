@@ -15,7 +15,7 @@ import psycopg
 
 _ROOT = Path(__file__).parent.parent
 _PACKAGES = ("grpcio", "protobuf", "psycopg", "psycopg-pool")
-# These settings differ on every start, and do not matter.
+# These settings have other values at every start, and do not affect the figures.
 _NOT_TOLD = frozenset({"port", "cluster_name", "unix_socket_directories"})
 
 
@@ -35,7 +35,7 @@ def environment() -> dict[str, object]:
 def described(environment: Mapping[str, object]) -> str:
     """Returns the description as text for a report."""
     server = environment.get("postgres")
-    # Not every measurement uses a Postgres.
+    # Some measurements use no Postgres.
     postgres = f", PostgreSQL {server['version']}" if isinstance(server, Mapping) else ""
     return (
         f"{environment['date']}, commit {environment['commit']}. Everything ran on one machine: {environment['cores']} "

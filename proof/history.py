@@ -1,12 +1,14 @@
-"""What clients saw. Each client records it while it happens, and the checker reads it after the run.
+"""What clients saw. Each client records its calls and their answers at once, and the checker reads these records after
+the run.
 
-There is one file for each client process, with one JSON object a line. A client writes the line of a call before it
-makes the call. So the beginning is recorded even if a SIGKILL follows, which damages at most the last line. Times are
-of CLOCK_MONOTONIC, which all processes of a machine share. The wall clock is recorded too, to show whether it jumped.
+There is one file for each client process, with one JSON object per line. A client writes the line of a call before it
+makes the call. So the beginning of a call is recorded even if the client is then killed. A SIGKILL damages at most the
+last line. Times are of CLOCK_MONOTONIC, which all processes of a machine share. The wall clock is recorded too, to show
+whether it jumped.
 
-    {"at": s, "wall": s, "call": 7, "verb": "ack", "org": "o1", "asked": …}     it begins; "due": s if it was planned
-    {"at": s, "wall": s, "of": 7, "got": [job, …]}                              jobs came: on a stream, again and again
-    {"at": s, "wall": s, "of": 7, "outcome": "ok", "code": "", "answered": …}   it has ended
+    {"at": s, "wall": s, "call": 7, "verb": "ack", "org": "o1", "asked": …}     the call begins; "due": s if planned
+    {"at": s, "wall": s, "of": 7, "got": [job, …]}                              jobs came; a stream has many such lines
+    {"at": s, "wall": s, "of": 7, "outcome": "ok", "code": "", "answered": …}   the call has ended
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Verb(enum.StrEnum):
     ENQUEUE = "enqueue"
     # Starts a workflow, which enqueues all its jobs.
     START = "start"
-    # A job adds nodes to its workflow.
+    # Adds nodes to the workflow of the job that makes the call.
     ADD = "add"
     # Gives a signal to a node of a workflow.
     SIGNAL = "signal"
@@ -65,7 +67,7 @@ class Answer(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
-# The answers for a lease that had ended. They mean that nothing was changed.
+# The answers for a lease that had ended. With these answers, nothing was changed.
 ENDED = frozenset({Answer.STALE, Answer.NOT_FOUND, Answer.CANCELLED})
 
 
@@ -78,13 +80,13 @@ class LeaseKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of one client, answered or not."""
+    """One call of one client. The call may have been answered or not."""
 
     client: str
     verb: Verb
     org: str
     began_s: float
-    # None: the client ended before the call did.
+    # None: the client process ended before the call.
     ended_s: float | None = None
     outcome: Outcome = Outcome.UNKNOWN
     # The code of the status; empty for OK.
@@ -104,7 +106,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enqueue:
-    """One job of one enqueue, of one start of a workflow, or of one acknowledged addition to a workflow."""
+    """One job that a call asked to store. The call is an enqueue, a start of a workflow, or an acknowledged addition of
+    nodes to a workflow."""
 
     call: Call
     job: str
@@ -112,7 +115,7 @@ class Enqueue:
     key: str = ""
     # Infinity: the job is due when other jobs have ended.
     delay_s: float = 0.0
-    # The workflow that the job is in, and the jobs that the job waits for. Empty: the job is in no workflow.
+    # The workflow of the job, and the jobs that the job waits for. `workflow` is empty if the job is in no workflow.
     workflow: str = ""
     after: Sequence[str] = ()
     # For how long the job's node waits for a signal. None: it does not wait for a signal, and the job runs.
@@ -136,7 +139,7 @@ class Addition:
     # Whether the job is to wait for these nodes.
     wait: bool = False
     # The answer: the id of each node's job, by the node's name, and how many of the nodes were new. Empty: no answer
-    # came, or the Python client did not tell its caller.
+    # came, or the Python client did not give the answer to its caller.
     jobs: Mapping[str, str] = field(default_factory=dict[str, str])
     stored: int = 0
     # The answer: whether the lease has ended, because the job waits.
@@ -144,7 +147,7 @@ class Addition:
 
     @property
     def may_end_lease(self) -> bool:
-        """Returns whether this call has ended the lease, or may have done so without an answer."""
+        """Returns whether this call has ended the lease, or may have ended the lease although no answer came."""
         return self.waits or (self.wait and self.call.outcome is Outcome.UNKNOWN)
 
 
@@ -157,7 +160,7 @@ class Signal:
     # The name of the node.
     node: str
     payload: str
-    # Whether the answer says that this signal counts.
+    # Whether the answer says that this signal is the first one.
     is_first: bool = False
 
 
@@ -165,7 +168,7 @@ class Signal:
 class Delivery:
     """One job that a consumer got, with its lease."""
 
-    # The Dequeue call, or the stream.
+    # The Dequeue call or the Consume stream by which the job came.
     call: Call
     lease: LeaseKey
     attempt: int
@@ -178,7 +181,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settle:
-    """One lease that an ack, nack, kill, release or extend names."""
+    """One lease that a call names. The call is an ack, nack, kill, release or extend."""
 
     call: Call
     lease: LeaseKey
@@ -217,12 +220,13 @@ class History:
     settles: Sequence[Settle] = ()
     cancels: Sequence[Cancel] = ()
     lookups: Sequence[Lookup] = ()
-    # By how much the difference between the wall clock and the monotonic clock has varied.
+    # The largest difference between the wall clock and the monotonic clock, minus the smallest.
     drift_s: float = 0.0
 
 
 class Recorder:
-    """Writes one client's file. Each line goes to the kernel at once, so it survives a SIGKILL."""
+    """Writes one client's file. Passes each line to the kernel at once, so that the line survives a SIGKILL of the
+    client."""
 
     def __init__(self, folder: Path, client: str) -> None:
         self._file: IO[str] = (folder / f"{client}{_SUFFIX}").open("a", buffering=1)
@@ -256,7 +260,7 @@ class Recorder:
 
 
 def leased(*, lease: bytes, attempt: int, payload: bytes) -> dict[str, object]:
-    """Returns a received job in the form in which a line of the history records it."""
+    """Returns a received job in the form of a history's line."""
     # Record only what identifies the job, because payloads are padded.
     org, _, rest = payload.partition(b" ")
     job, _, _ = rest.partition(b" ")
@@ -264,15 +268,15 @@ def leased(*, lease: bytes, attempt: int, payload: bytes) -> dict[str, object]:
 
 
 def asked_to_store(*, job: str, queue: str, key: str = "", delay_s: float = 0.0) -> dict[str, object]:
-    """Returns a job to enqueue as a line records it."""
+    """Returns a job to enqueue, in the form of a history's line."""
     return {"job": job, "queue": queue, "key": key, "delay_s": delay_s}
 
 
 def asked_to_start(
     *, job: str, queue: str, workflow: str, after: Sequence[str], timeout_s: float | None = None
 ) -> dict[str, object]:
-    """Returns a node of a new workflow as a line records it. `timeout_s`: for how long the node waits for a signal.
-    None: it does not wait for one."""
+    """Returns a node of a new workflow, in the form of a history's line. `timeout_s`: for how long the node waits for a
+    signal. None: it does not wait for one."""
     delay_s = math.inf if after or timeout_s is not None else 0.0
     of_flow = {"workflow": workflow, "after": list(after), "timeout_s": timeout_s}
     return asked_to_store(job=job, queue=queue, delay_s=delay_s) | of_flow
@@ -281,12 +285,13 @@ def asked_to_start(
 def asked_to_add(
     *, workflow: str, lease: bytes, nodes: Mapping[str, Sequence[str]], wait: bool = False
 ) -> dict[str, object]:
-    """Returns new nodes of a running workflow as a line records them. `wait`: whether the job is to wait for them."""
+    """Returns new nodes of a running workflow, in the form of a history's line. `wait`: whether the job is to wait for
+    these nodes."""
     return {"workflow": workflow, "lease": lease.hex(), "nodes": nodes, "wait": wait}
 
 
 def asked_to_signal(*, workflow: str, node: str, payload: str) -> dict[str, object]:
-    """Returns a signal as a line records it."""
+    """Returns a signal, in the form of a history's line."""
     return {"workflow": workflow, "node": node, "payload": payload}
 
 
@@ -416,8 +421,8 @@ def _signal(call: Call, told: _Tale) -> Signal:
 
 
 def _added_jobs(added: Addition) -> Iterator[Enqueue]:
-    """Yields the jobs of an acknowledged addition as stored jobs, no matter which call stored them."""
-    # The answer says how many nodes were new, but not which.
+    """Yields an `Enqueue` for each job of an acknowledged addition, no matter which call stored the job."""
+    # The answer says how many nodes were new, but not which nodes.
     all_new = added.stored == len(added.nodes)
     for job in added.jobs.values():
         yield Enqueue(call=added.call, job=job, queue="", delay_s=math.inf, answered=job, duplicate=not all_new)

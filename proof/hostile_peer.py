@@ -2,10 +2,10 @@
 
 It speaks HTTP/2 frames over a plain socket. It can leave answers unread, leave requests unfinished, reset calls as fast
 as it opens them, send headers without end, flood the server with pings, or say nothing at all. It ignores the server's
-MAX_CONCURRENT_STREAMS; `Seen` counts what the server refuses. It connects to loopback addresses only.
+MAX_CONCURRENT_STREAMS; `Seen` counts the calls that the server refuses. It connects to loopback addresses only.
 
-A `HostilePeer` is one connection. The functions that follow the class are whole attacks, each bounded in calls and in
-seconds.
+A `HostilePeer` is one connection. Each function after the class makes a whole attack, with a limited number of calls
+and for a limited time.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _HEADER_BYTES = 9
 _READ_BYTES = 1 << 16
 # The smallest MAX_FRAME_SIZE that a server may announce (RFC 9113, section 4.2).
 _DATA_BYTES_MAX = 16_384
-# Each gRPC message has a prefix: whether it is compressed, and its length.
+# The prefix of a gRPC message says whether the message is compressed, and how long it is.
 _PREFIX_BYTES = 5
-# The window of a new connection, and of a stream until SETTINGS change it (RFC 9113, section 6.9.2).
+# The flow-control window of a new connection, and that of a stream until SETTINGS change it (RFC 9113, section 6.9.2).
 DEFAULT_WINDOW_BYTES = 65_535
 # How often a peer that does not read checks whether its connection is still open.
 _LOOK_S = 0.1
@@ -76,9 +76,9 @@ class Seen:
 
     # The settings that the server announced, such as MAX_CONCURRENT_STREAMS.
     settings: dict[SettingCodes | int, int] = field(default_factory=dict[SettingCodes | int, int])
-    # Calls by the grpc-status with which they ended.
+    # How many calls ended with each grpc-status.
     statuses: Counter[int] = field(default_factory=Counter[int])
-    # Calls that the server reset without a status, by error.
+    # How many calls the server reset with each error, without a grpc-status.
     resets: Counter[ErrorCodes | int] = field(default_factory=Counter[ErrorCodes | int])
     # Streams of the calls that have got response headers, but have not ended yet.
     answering: set[int] = field(default_factory=set[int])
@@ -89,12 +89,12 @@ class Seen:
     request_bytes_sent: int = 0
     # Bytes of DATA received.
     answer_bytes: int = 0
-    # How long the connection was used, in seconds.
+    # For how many seconds the connection was used.
     lasted_s: float = 0.0
 
 
 class HostilePeer:
-    """One connection, opened by `connect`. While it reads, it answers SETTINGS and PING, so that the server has no
+    """One connection, opened by `connect`. A peer that reads answers SETTINGS and PING, so that the server has no
     reason to end the connection except the attack. It never sends WINDOW_UPDATE."""
 
     def __init__(self, connection: socket.socket, authority: str, *, reads: bool) -> None:
@@ -115,9 +115,10 @@ class HostilePeer:
         self._pongs = 0
         # Streams that the server has ended or reset.
         self._ended: set[int] = set()
-        # Tasks that send the reader's answers. They may wait for the writer, which may be stuck.
+        # Tasks that send the answers to SETTINGS and PING. These are separate tasks because they may have to wait until
+        # another write ends, and the peer must read meanwhile.
         self._answers: set[asyncio.Task[None]] = set()
-        # A header block whose end has not arrived yet, with its first frame.
+        # The first frame of a header block whose end has not arrived yet, and the bytes of the block until now.
         self._open_block: tuple[HeadersFrame, bytearray] | None = None
         self._watcher = asyncio.create_task(self._read() if reads else self._watch())
 
@@ -151,14 +152,14 @@ class HostilePeer:
         await self.write(PingFrame(opaque_data=b"flooding").serialize() * count)
 
     async def begin(self, path: str, size_bytes: int) -> int:
-        """Announces a request of this size, and sends all but its last byte, as the server's windows allow. Returns
-        the stream."""
+        """Announces a request of this size, and sends all its bytes except the last, as fast as the server's windows
+        allow. Returns the stream."""
         stream = await self._open(path)
         await self._send(stream, _prefix(size_bytes), size_bytes - 1 + _PREFIX_BYTES, ends=False)
         return stream
 
     async def reset(self, path: str, *, count: int) -> None:
-        """Opens calls, and resets each at once: sends HEADERS and RST_STREAM."""
+        """Opens `count` calls, and resets each call at once: sends HEADERS and RST_STREAM."""
         # The first block fills the server's HPACK table. All later blocks only refer to the table, and are equal.
         first = self._encoder.encode(self._headers(path))
         block = self._encoder.encode(self._headers(path))
@@ -175,10 +176,10 @@ class HostilePeer:
             await self.write(bytes(frames))
 
     async def heard(self) -> None:
-        """Waits until the server has read everything that was sent, and until its answers to that have arrived. Ends
-        early if the server closes the connection."""
-        # gRPC writes the answer to a PING before other frames that are ready at the same time, such as resets. These
-        # frames come before the answer to a second PING.
+        """Waits until the server has read everything that this peer has sent, and until the server's answers have
+        arrived. Ends early if the server closes the connection."""
+        # Send two PINGs, because gRPC writes the answer to a PING before other frames that are ready at the same time,
+        # such as resets. But it writes these frames before the answer to the second PING.
         for _ in range(2):
             before = self._pongs
             await self.write(PingFrame(opaque_data=b"heard?  ").serialize())
@@ -192,7 +193,7 @@ class HostilePeer:
             await self._put(data)
 
     async def until(self, holds: Callable[[Seen], object], *, within_s: float) -> None:
-        """Waits until `holds` is true of what has been seen. Raises TimeoutError."""
+        """Waits until `holds(self.seen)` is true. Raises TimeoutError."""
         async with asyncio.timeout(within_s), self._changed:
             await self._changed.wait_for(lambda: holds(self.seen))
 
@@ -216,7 +217,7 @@ class HostilePeer:
         return stream
 
     async def _put(self, data: bytes) -> None:
-        """Sends bytes under the lock that the caller holds."""
+        """Sends bytes. The caller holds the lock `_writing`."""
         try:
             await self._loop.sock_sendall(self._socket, data)
         except OSError:
@@ -224,8 +225,8 @@ class HostilePeer:
             raise
 
     async def _send(self, stream: int, head: bytes, size_bytes: int, *, ends: bool) -> None:
-        """Sends a body of this size, `head` and then zeros, as fast as the windows allow. Stops if the server ends the
-        call."""
+        """Sends a body of `size_bytes`: `head`, and then zeros. Sends as fast as the server's windows allow. Stops if
+        the server ends the call."""
         sent = 0
         while sent < size_bytes:
             async with self._changed:
@@ -319,8 +320,8 @@ class HostilePeer:
                 if "END_STREAM" in frame.flags:
                     self._end_stream(frame.stream_id)
             case RstStreamFrame():
-                # A server also resets a stream that it has ended, if further frames come on it. Do not count such a
-                # reset.
+                # Do not count the reset of a stream that the server has already ended: the server sends it if further
+                # frames come on this stream.
                 if frame.stream_id not in self._ended:
                     seen.resets[_known(ErrorCodes, frame.error_code)] += 1
                 self._end_stream(frame.stream_id)
@@ -396,10 +397,10 @@ async def leave_answers_unread(
     ends: bool = True,
     enough: Callable[[Seen], object] | None = None,
 ) -> list[Seen]:
-    """Makes `calls` calls, spread over the connections, and leaves the answers unread. Stays for `seconds`, or until
-    each connection has seen `enough`, if that is earlier.
+    """Makes `calls` calls, spread over the connections, and leaves the answers unread. Keeps the connections open for
+    `seconds`, or only until `enough` is true of each connection.
 
-    If `ends` is False, the requests stay open. This is for Consume, whose first ConsumeRequest is `message`.
+    If `ends` is False, the requests stay open. Use this for Consume: `message` is then the first ConsumeRequest.
     """
 
     async def attack(peer: HostilePeer, share: int) -> None:
@@ -407,7 +408,8 @@ async def leave_answers_unread(
             await peer.call(path, message, ends=ends)
 
     shares = _shares(calls, connections)
-    # All connections end together, because a connection that ended earlier would free what it holds in the server.
+    # All connections end together, because a connection that ended earlier would free the memory that it uses in the
+    # server.
     done = None if enough is None else _Enough(enough, asyncio.Barrier(len(shares)))
     return await asyncio.gather(
         *(_attack(open_peer(address, reads=reads), attack, n, seconds, enough=done) for n in shares)
@@ -423,8 +425,8 @@ async def leave_requests_unfinished(
     connections: int = 1,
     seconds: float,
 ) -> list[Seen]:
-    """Begins `calls` requests of `size_bytes` each, and stays for `seconds` without sending the last byte of any
-    request."""
+    """Begins `calls` requests of `size_bytes` each. Keeps the connections open for `seconds`, and never sends the last
+    byte of a request."""
 
     async def begin(peer: HostilePeer) -> None:
         with contextlib.suppress(OSError):
@@ -443,7 +445,7 @@ async def leave_requests_unfinished(
 
 async def reset_rapidly(address: str, path: str, *, count: int, connections: int = 1, seconds: float) -> list[Seen]:
     """Opens `count` calls on each connection, and resets each call at once, as fast as the sockets allow. `lasted_s` of
-    each connection says how long it took until the server had read all of this, at most `seconds`."""
+    each connection is the time until the server had read all calls and resets, at most `seconds`."""
 
     async def attack(peer: HostilePeer, share: int) -> None:
         await peer.reset(path, count=share)
@@ -468,7 +470,7 @@ async def send_large_headers(
     reads: bool = True,
 ) -> list[Seen]:
     """Makes `calls` calls, spread over the connections, each with header fields of these sizes. `lasted_s` of each
-    connection says how long it took until the server had read all of this, at most `seconds`."""
+    connection is the time until the server had read all its calls, at most `seconds`."""
     fields = [(b"x-large", b"x" * size) for size in field_bytes]
 
     async def attack(peer: HostilePeer, share: int) -> None:
@@ -485,7 +487,7 @@ async def send_large_headers(
 
 
 async def flood_with_pings(address: str, *, count: int, connections: int = 1, seconds: float) -> list[Seen]:
-    """Sends `count` pings on each connection, and stays for `seconds`, or until the server ends the connection."""
+    """Sends `count` pings on each connection. Keeps the connection open for `seconds`, or until the server ends it."""
 
     async def attack(peer: HostilePeer, share: int) -> None:
         await peer.ping(share)
@@ -499,7 +501,7 @@ async def flood_with_pings(address: str, *, count: int, connections: int = 1, se
 
 
 async def say_nothing(address: str, silence: Silence, *, connections: int, seconds: float) -> list[Seen]:
-    """Opens connections that fall silent at the point `silence`, and stays for `seconds`."""
+    """Opens connections that send nothing more after the point `silence`. Keeps them open for `seconds`."""
 
     async def attack(peer: HostilePeer, _share: int) -> None:
         match silence:
@@ -534,8 +536,8 @@ async def drip(address: str, path: str, *, connections: int, seconds: float, eve
 
 @dataclass(frozen=True)
 class _Enough:
-    """Tells when an attack ends: when `of` has become true on each of its connections. The connections wait for each
-    other."""
+    """Decides when an attack ends: when `of` has become true of each connection of the attack. The connections wait for
+    each other."""
 
     of: Callable[[Seen], object]
     by_all: asyncio.Barrier
@@ -550,8 +552,8 @@ async def _attack(
     stays: bool = True,
     enough: _Enough | None = None,
 ) -> Seen:
-    """Runs an attack on one connection, for `seconds`, or until the server closes the connection, or until each
-    connection has seen `enough`. If `stays` is False, ends with the attack."""
+    """Runs an attack on one connection. Ends after `seconds`, or earlier if the server closes the connection or if
+    `enough` is true of each connection. If `stays` is False, also ends when everything has been sent."""
     async with opening as peer:
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(seconds):
@@ -602,7 +604,7 @@ def _header_frames(stream: int, block: bytes) -> bytes:
 
 
 def _shares(count: int, ways: int) -> list[int]:
-    """Divides a count into parts that differ by at most 1."""
+    """Divides a count into `ways` numbers that differ by at most 1."""
     return [count // ways + (at < count % ways) for at in range(ways)]
 
 

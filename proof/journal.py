@@ -103,7 +103,7 @@ def read_releases(shards: Iterable[Shard]) -> list[Release]:
 
 
 def read_pins(catalog: Shard) -> dict[str, int]:
-    """Returns the slots of the orgs that have a slot of their own."""
+    """Returns, for each org that has its own slot, the number of this slot."""
     return dict(ask(catalog.direct_dsn, "SELECT org, slot FROM windrow.pin"))
 
 

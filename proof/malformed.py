@@ -24,7 +24,7 @@ _BYTES_MAX = 4_096
 _FRAME_TYPES = 12
 _FRAMES_MAX = 40
 _READ_BYTES = 1 << 16
-# How long a connection stays open after its last byte, so that the server can react.
+# How long a connection stays open after its last byte has been sent, so that the server can react.
 _STAY_S = 0.05
 _QUEUE_METHODS = "Enqueue", "Dequeue", "Consume", "Ack", "GetJobs", "AlterJobs"
 METHODS = (
@@ -40,8 +40,8 @@ class Conversation(NamedTuple):
 
 
 def conversation(luck: random.Random, *, valid: bytes) -> Conversation:
-    """Chooses at random what one connection sends. `valid`: a valid message of some method. Parts of it may be in the
-    chosen bytes."""
+    """Chooses at random what one connection sends. `valid`: a valid message of some method. The chosen bytes may
+    contain this message, whole or damaged."""
     kind = luck.choice(sorted(_KINDS))
     return Conversation(kind, _KINDS[kind](luck, valid))
 
@@ -109,8 +109,7 @@ def _broken_calls(luck: random.Random, valid: bytes) -> bytes:
 
 
 def _broken_messages(luck: random.Random, valid: bytes) -> bytes:
-    """Returns a call that is valid except for its gRPC messages: their lengths do not fit what follows, or their flags
-    are unknown."""
+    """Returns a call that is valid except for its gRPC messages: their prefixes have wrong lengths or unknown flags."""
     flags, lengths = (0, 0, 1, 2, 255), (0, 1, len(valid) - 1, len(valid) + 1, 2**32 - 1)
     return _call(
         luck.choice(METHODS),
@@ -136,7 +135,7 @@ def call_of(method: bytes, message: bytes = b"") -> bytes:
 
 
 def _unknown_methods(luck: random.Random, valid: bytes) -> bytes:
-    """Returns a call of a method that does not exist. Few of the names are valid UTF-8."""
+    """Returns a call of a method that does not exist. The name of the method is damaged, and may be invalid UTF-8."""
     name = bytearray(luck.choice(METHODS).encode())
     _damage(luck, name)
     return call_of(bytes(name), valid)
@@ -173,7 +172,7 @@ def _damage(luck: random.Random, data: bytearray) -> None:
 
 def _any_frame(luck: random.Random) -> bytes:
     body = luck.randbytes(luck.choice((0, 1, 4, 5, 6, 8, 9, luck.randrange(256))))
-    # Most frames use one of a few streams, so that several frames meet on one stream.
+    # Most frames use one of a few streams, so that often several frames have the same stream.
     stream = luck.choice((0, 1, 3, 5, 2, 2**31 - 1, luck.randrange(2**31)))
     return _frame(luck.randrange(_FRAME_TYPES), luck.randrange(256), stream, body)
 

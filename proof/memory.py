@@ -1,4 +1,4 @@
-"""Measures how much memory processes have resident."""
+"""Measures the resident memory of processes."""
 
 from __future__ import annotations
 

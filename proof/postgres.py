@@ -1,7 +1,7 @@
-"""The shards of a run. Owns their Postgres servers, one of which may have a standby, and the proxies in front of the
-servers.
+"""The shards of a test run. Starts and ends their Postgres servers, one of which may have a standby, and the proxies in
+front of the servers.
 
-Nothing here restarts a server by itself: the caller that stopped a server starts it again.
+This module never restarts a server by itself: the caller that stopped a server must start it again.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _START_S_MAX = 120.0
 _LOOK_S = 0.1
 _DEATH_LOOK_S = 0.01
 _ANSWER_S_MAX = 10
-# How often a statement that needs a database without connections is repeated. A connection may be established just
-# after all others were terminated.
+# How often to repeat a statement that needs a database without connections. The statement fails if somebody connects
+# after all connections were terminated.
 _TRIES_MAX = 3
-# Few connections, so that a fault can take all of them. Little WAL, so that a small disk is enough.
+# Allow few connections, so that a fault can use all of them. Keep little WAL, so that a small disk is enough.
 SMALL = {
     "max_connections": "80",
     "shared_buffers": "64MB",
@@ -44,7 +44,7 @@ SMALL = {
 
 class Node:
     """One Postgres server. `root`: the folder for its data; None: any folder. `cluster`: an embedded server that exists
-    already; None: makes one."""
+    already; None: the node makes its own server."""
 
     def __init__(
         self,
@@ -76,12 +76,12 @@ class Node:
         await asyncio.to_thread(self.cluster.close)
 
     def processes(self) -> list[psutil.Process]:
-        """Returns the postmaster, and after it its children."""
+        """Returns the postmaster, followed by its child processes."""
         return family(self.cluster.pid)
 
     def kill(self) -> float:
-        """Kills the whole server, so that no backend finishes its work. Waits until it has ended, because `start` does
-        nothing while the server runs. Returns the time of the kill, by the monotonic clock."""
+        """Kills all processes of the server, so that no backend finishes its work. Waits until the server has ended,
+        because `start` does nothing while the server runs. Returns the time of the kill, by the monotonic clock."""
         processes = self.processes()
         killed_s = self._signal(signal.SIGKILL)
         while any(map(runs, processes)):
@@ -108,7 +108,7 @@ class Node:
 
 
 class Entrance:
-    """A route to the servers of one shard, with proxies of its own: network faults on this route affect no other
+    """A route to the servers of one shard. It has its own proxies, so network faults on this route affect no other
     route."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
@@ -117,12 +117,12 @@ class Entrance:
 
     @cached_property
     def dsn(self) -> str:
-        """A DSN that leads to the node that takes writes. The first use must come after a node has been started."""
+        """A DSN that leads to the node that takes writes. Use this property only after a node has been started."""
         return _writable(self._nodes[0].cluster.dsn, [proxy.port for proxy in self.proxies])
 
     @contextlib.contextmanager
     def closed(self) -> Generator[None, None, None]:
-        """Cuts all connections, and refuses new ones."""
+        """Cuts all connections, and cuts new ones at once, until the context ends."""
         for proxy in self.proxies:
             proxy.closed = True
             proxy.cut_all()
@@ -134,7 +134,8 @@ class Entrance:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncGenerator[None, None]:
-        """Opens the proxies on free ports. Each connection looks up its server's port, which may change."""
+        """Opens the proxies on free ports. For each new connection, the proxy asks for the port of the server, because
+        this port may change."""
         async with contextlib.AsyncExitStack() as stack:
             for node, proxy in zip(self._nodes, self.proxies, strict=True):
                 await stack.enter_async_context(_serving(node, proxy))
@@ -201,7 +202,7 @@ class Shard:
         assert standby is not None, f"{self.name} has no standby"
         await asyncio.to_thread(standby.cluster.promote)
         self.primary = standby
-        # Run without a synchronous standby until the other node is back, because otherwise commits would wait.
+        # Run without a synchronous standby until the other node runs again: otherwise all commits would wait for it.
         await asyncio.to_thread(_set, standby, "synchronous_standby_names", "")
 
     async def copy(self, name: str) -> None:
@@ -241,7 +242,7 @@ class Shard:
                     raise
 
     async def rebuild(self) -> None:
-        """Makes the other node a standby of the primary, with a new copy of the primary's data."""
+        """Makes the node that is not the primary a standby again, with a new copy of the primary's data."""
         assert self.standby is not None, f"{self.name} has one node"
         await self.standby.start_anew(standby_of=self.primary)
         await self.synchronize()
@@ -271,8 +272,8 @@ _connect = retry(
 
 
 def ask(dsn: str, statement: str) -> list[tuple[Any, ...]]:
-    """Runs one statement on a connection of its own. Waits while the server has no free connection: a fault may take
-    all connections, for a moment even those that are reserved for superusers."""
+    """Runs one statement on a connection of its own. Waits while the server has no free connection: a fault may use all
+    connections, and for a moment even those that are reserved for superusers."""
     with _connect(dsn, autocommit=True, connect_timeout=_ANSWER_S_MAX) as connection:
         cursor = connection.execute(statement.encode())
         return cursor.fetchall() if cursor.description else []
@@ -284,7 +285,7 @@ def _set(node: Node, setting: str, value: str) -> None:
 
 
 async def until(holds: Callable[[], object], what: str, *, within_s: float) -> None:
-    """Waits for a condition that gives no signal: checks it in a thread, again and again. Raises TimeoutError."""
+    """Waits until `holds` returns true. Calls `holds` again and again, in a thread. Raises TimeoutError."""
     deadline_s = time.monotonic() + within_s
     while not await asyncio.to_thread(holds):
         if time.monotonic() > deadline_s:

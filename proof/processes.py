@@ -1,5 +1,5 @@
-"""Starts and ends processes. Processes of this repository print `ready …` when they serve, and end when their input
-ends."""
+"""Starts and ends processes. Processes of this repository print `ready …` as soon as they serve, and end when their
+standard input ends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def start(
         stderr=stderr,
         cwd=_ROOT,
         env=environ,
-        # Ctrl-C reaches only the process that calls this, which then ends its child processes in an orderly way.
+        # Ctrl-C must reach only this process, which then ends the new process in an orderly way.
         start_new_session=True,
     )
 
@@ -65,7 +65,7 @@ async def serving(module: str, *arguments: str, order: str = "") -> AsyncGenerat
 
 
 async def finish(process: Process) -> None:
-    """Lets a process finish what it has begun. Raises ProcessFailed if it ended with a failure."""
+    """Lets a process finish its work and end. Raises ProcessFailed if the process ended with a failure."""
     if process.returncode is None:
         await end(process, seconds_max=_FINISH_S_MAX)
     if process.returncode != 0:
@@ -96,7 +96,7 @@ async def _ended(process: Process, seconds_max: float) -> None:
 
 
 def family(pid: int | None) -> list[psutil.Process]:
-    """Returns a process, and after it all processes that it has started. Empty if the process has ended."""
+    """Returns a process, followed by all its descendants. The list is empty if the process has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         if pid is not None:
             first = psutil.Process(pid)

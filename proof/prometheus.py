@@ -28,13 +28,13 @@ class NotInstalled(ProcessFailed):
 
 
 class Refused(Exception):
-    """Prometheus refused a request. To repeat the request would not help."""
+    """Prometheus refused a request, and would refuse it again."""
 
 
 @contextmanager
 def running_prometheus(folder: Path, *arguments: str) -> Generator[str, None, None]:
-    """Runs Prometheus in this folder with these arguments. Yields its address, at which it may not answer yet. Raises
-    NotInstalled."""
+    """Runs Prometheus in this folder with these arguments. Yields the address of Prometheus, which may not answer yet.
+    Raises NotInstalled."""
     program = shutil.which("prometheus")
     if program is None:
         raise NotInstalled

@@ -46,11 +46,11 @@ class _Link:
 
     client: tuple[asyncio.StreamReader, asyncio.StreamWriter]
     server: tuple[asyncio.StreamReader, asyncio.StreamWriter]
-    # The cut that will lose the current answer. This answer is held back until it is complete. None: no answer will be
-    # lost.
+    # The planned cut that will lose the current answer of the server. The proxy holds this answer back until it is
+    # complete. None: no answer will be lost.
     losing: Cut | None = None
     held_back: bytearray = field(default_factory=bytearray)
-    # The last bytes that the client sent. They are kept because a pattern may arrive in two pieces.
+    # The last bytes that the client sent. The proxy keeps them because a pattern may arrive in two pieces.
     tail: bytes = b""
     # The connection is cut after this many bytes; None: it is not cut.
     fuse: int | None = None
@@ -61,7 +61,7 @@ class _Link:
 
 
 class Proxy:
-    """A proxy, made by `open_proxy`. `answered` is called with the bytes that a server has sent, and says whether the
+    """A proxy. `open_proxy` makes it. `answered` gets the bytes that a server has sent, and returns whether the
     server's answer is complete."""
 
     def __init__(self, answered: Callable[[bytes], bool]) -> None:
@@ -81,13 +81,14 @@ class Proxy:
         self._flowing.set()
 
     def cut_at(self, pattern: bytes, moment: Moment, *, nth: int = 1) -> Cut:
-        """Plans to cut the connection on which a client sends the pattern for the nth time from now."""
+        """Plans a cut: when clients send the pattern for the nth time from now, the connection on which this happens is
+        cut."""
         self._cut = Cut(pattern=pattern, moment=moment, nth=nth)
         return self._cut
 
     def cut_at_random(self, luck: random.Random, *, bytes_max: int) -> None:
-        """Cuts every connection, also future ones, at a random place within its next `bytes_max` bytes, counted over
-        both directions."""
+        """Cuts each present and future connection after a random number of bytes, at most `bytes_max`. The bytes of
+        both directions count."""
         self._fuses = lambda: luck.randint(0, bytes_max)
         for link in self._links:
             link.fuse = self._fuses()
@@ -167,7 +168,8 @@ class Proxy:
                     case Moment.SENT:
                         link.server[1].write(data)
                         await link.server[1].drain()
-                        # Close in an orderly way, so that data that was sent still arrives.
+                        # Close this connection in an orderly way, so that the server still receives the data that was
+                        # sent.
                         link.server[1].close()
                         link.client[1].transport.abort()
                         return
@@ -186,7 +188,8 @@ class Proxy:
                 return
 
     async def _pass_on(self, link: _Link, writer: asyncio.StreamWriter, data: bytes) -> bool:
-        """Forwards the bytes, or as many of them as the fuse allows. Returns whether the connection is to stay open."""
+        """Forwards the bytes, or only as many of them as `link.fuse` allows. Returns whether the connection is to stay
+        open."""
         await self._flowing.wait()
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
@@ -251,8 +254,8 @@ def through(dsn: str, proxy: Proxy) -> str:
 
 
 def postgres_answered(data: bytes) -> bool:
-    """Returns whether a statement has ended, that is, whether ReadyForQuery has arrived. A message begins with a
-    letter, and a length that includes the length field."""
+    """Returns whether a statement has ended, that is, whether ReadyForQuery has arrived. A message begins with a letter
+    and a length. The length includes the four bytes of the length itself."""
     at = 0
     while at + 5 <= len(data):
         end = at + 1 + int.from_bytes(data[at + 1 : at + 5], "big")
@@ -263,8 +266,8 @@ def postgres_answered(data: bytes) -> bool:
 
 
 def grpc_answered(data: bytes) -> bool:
-    """Returns whether a call has ended, that is, whether its trailers, which are HEADERS with END_STREAM, have arrived
-    (RFC 9113, section 4.1)."""
+    """Returns whether a call has ended, that is, whether its trailers have arrived. Trailers are a HEADERS frame with
+    END_STREAM (RFC 9113, section 4.1)."""
     at = 0
     while at + 9 <= len(data):
         end = at + 9 + int.from_bytes(data[at : at + 3], "big")

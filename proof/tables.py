@@ -1,5 +1,5 @@
-"""Reads what there is after a run: the shards' tables directly, the books as `windrow check` does, and a router's
-answers about jobs."""
+"""Reads the state of the cluster after a run: the shards' tables directly, the books as `windrow check` does, and a
+router's answers about jobs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STATES = {
     job_pb2.JOB_STATE_CANCELLED: State.CANCELLED,
 }
 _COLUMNS = (
-    # A job that was ended by a signal has lease 0, which is no lease.
+    # A job that a signal ended has the lease number 0, which stands for no lease.
     "j.id::text, q.org, q.queue, j.dedup_key, nullif(j.lease, 0), (extract(epoch FROM j.leased_at) * 1000000)::bigint, "
     "j.history, j.scheduled_run, j.attributes->>'terms', (extract(epoch FROM j.enqueued_at) * 1000000)::bigint"
 )
@@ -65,7 +65,7 @@ _KEYS = "SELECT q.org, q.queue, d.key, d.job_id::text FROM windrow.dedup d JOIN 
 
 
 class Place(Protocol):
-    """A shard of any kind whose database can be reached directly."""
+    """A shard whose database can be reached directly. It does not matter who started the database."""
 
     @property
     def name(self) -> str: ...
@@ -78,7 +78,7 @@ _Answer = TypeVar("_Answer", queue_pb2.GetJobsResponse, admin_pb2.GetStatsRespon
 
 
 def live_jobs(shards: Iterable[Place]) -> int:
-    """Returns the number of live jobs, including those on their way between two shards."""
+    """Returns the number of live jobs, including the jobs that are departing."""
     count = "SELECT (SELECT count(*) FROM windrow.job) + (SELECT count(*) FROM windrow.departing WHERE reason IS NULL)"
     return sum(int(ask(shard.direct_dsn, count)[0][0]) for shard in shards)
 
@@ -111,7 +111,8 @@ def flows_in(dsn: str, shard: str) -> list[Flow]:
 
 
 def open_runs(shards: Iterable[Place]) -> int:
-    """Returns how many runs of schedules wait for other runs, plus how many schedules still have instants to decide."""
+    """Returns the number of runs of schedules that wait for other runs, plus the number of schedules that still have
+    instants to decide."""
     count = "SELECT count(*) FILTER (WHERE next_at IS NOT NULL) + coalesce(sum(buffered), 0) FROM windrow.schedule"
     return sum(int(ask(shard.direct_dsn, count)[0][0]) for shard in shards)
 
@@ -185,7 +186,8 @@ def read_books(address: str, shards: Iterable[str]) -> list[OrgBooks]:
 
 
 def read_found(address: str, jobs: Mapping[str, Sequence[str]]) -> list[Found]:
-    """Returns for each org a router's answers about these jobs, and its counts. Raises grpc.RpcError."""
+    """Returns, for each org, a router's answers about these jobs and the router's counts of the org's jobs. Raises
+    grpc.RpcError."""
     with grpc.insecure_channel(address) as channel:
         queues, admin = queue_pb2_grpc.QueueStub(channel), admin_pb2_grpc.AdminStub(channel)
         return [
@@ -227,8 +229,8 @@ def read_health(address: str, shard: str, *, seconds_max: float) -> Health:
 
 
 def _from_all_shards(ask: Callable[[], _Answer]) -> _Answer:
-    """Asks again while the router's answer names shards that it could not reach: on a busy machine that happens without
-    a fault. Raises TimeoutError."""
+    """Returns the first answer that names no unreachable shards. Asks again until then, because on a busy machine a
+    router may fail to reach a shard although there is no fault. Raises TimeoutError."""
     give_up_s = time.monotonic() + _CHECK_S_MAX
     while True:
         answer = ask()

@@ -2,8 +2,8 @@
 --check, only reports whether they are up to date.
 
 The generated code must not import buf.validate, because then every user would have to install a top-level package
-`buf`. So the files are compiled twice, and in between the dependency on validate.proto is removed. The rules stay in
-the descriptors as option bytes. No generated code reads these bytes, and protovalidate has its own copy of
+`buf`. So the files are compiled twice, and the dependency on validate.proto is removed after the first time. The rules
+stay in the descriptors as option bytes. No generated code reads these bytes, and protovalidate has its own copy of
 validate.proto.
 """
 
@@ -47,8 +47,8 @@ def without_rules(file: FileDescriptorProto) -> FileDescriptorProto:
 
 def service_config(files: Sequence[FileDescriptorProto]) -> str:
     """Returns service_config.json with the names of all calls that have the option `repeatable`. Everything else in the
-    file stays as it is. `files`: each after those that it imports."""
-    # The option is read by its definition in these files. The generated code may be older.
+    file stays as it is. `files`: each file comes after the files that it imports."""
+    # Use the definition of the option in these files, because the generated code may be older than the files.
     pool = DescriptorPool()
     for file in files:
         pool.AddSerializedFile(file.SerializeToString())

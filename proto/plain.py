@@ -1,9 +1,9 @@
 """Writes copies of the .proto files that do not import protovalidate, for generators of any language.
 
-The rules of protovalidate are options that buf/validate/validate.proto defines. Generated code with these options needs
-the generated code of that file when it is linked. Routers check every request, so a client does not need the rules. The
-copies have everything else, comments and google/rpc included. This module needs only Python's standard library, because
-people who generate a client may not have installed Windrow.
+The rules of protovalidate are options that buf/validate/validate.proto defines. If a file uses these options, code
+generated from it can only be linked together with the code of validate.proto. Routers check every request, so a client
+does not need the rules. The copies contain everything else, also the comments and google/rpc. This module needs only
+Python's standard library, because people who generate a client may not have installed Windrow.
 """
 
 import re
@@ -38,7 +38,8 @@ def without_rules(text: str) -> str:
                 kept.pop()
             at = end + 1
         elif _begins_statement(kept) and tokens[at] in ("import", "option") and _is_removed(tokens, at):
-            # Also remove the white space after it: the end of its line, and the indentation of the next line.
+            # Also remove the white space after the statement: the end of its line, and the indentation of the next
+            # line.
             at = _statement_end(tokens, at) + 1
             at += tokens[at].isspace()
         else:
@@ -110,7 +111,8 @@ def _parts(tokens: list[str]) -> Iterator[list[str]]:
 
 
 def write(target: Path) -> list[Path]:
-    """Writes the copies into `target`, with the same relative paths. Returns these paths."""
+    """Writes the copies into the folder `target`. Each copy has the relative path of its original. Returns these
+    paths."""
     written: list[Path] = []
     for pattern in (OURS, *AS_THEY_ARE):
         for source in sorted(PROTO.glob(pattern)):

@@ -1,6 +1,6 @@
-"""Generates Grafana's dashboards in this folder. With --check, only reports whether they are up to date.
+"""Generates Grafana's dashboards in this folder. With --check, only reports whether the files are up to date.
 
-A panel has a title, a unit by Grafana's name, a description, and queries, each with the legend of its lines.
+A panel has a title, Grafana's name of a unit, a description, and queries. Each query has a legend for its lines.
 """
 
 import json
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).resolve().parent
 _OVER = "[$__rate_interval]"
-# From the beginning, a counter has a series for each combination of its labels' values. Where there are many, `> 0`
-# leaves out the series that do not rise now: otherwise a legend would have up to a thousand entries.
+# A counter has a series for each combination of its labels' values, even before the first event. If there are many such
+# series, `> 0` leaves out those that do not rise now: otherwise a legend would have up to a thousand entries.
 _ENQUEUED = "windrow_jobs_enqueued_total"
 _SETTLED = "windrow_leases_settled_total"
 _NOT_WAITING = '{method!="windrow.v1.Queue/Dequeue"}'
@@ -21,7 +21,7 @@ class Panel(NamedTuple):
     title: str
     unit: str
     description: str
-    # The queries, by the legends of their lines.
+    # The queries. The key of each query is the legend of its lines.
     queries: dict[str, str]
 
 
@@ -177,7 +177,7 @@ def dashboard(name: str, panels: tuple[Panel, ...], variables: list[dict[str, An
 
 
 def _variable(label: str, metric: str) -> dict[str, Any]:
-    """Returns a variable whose value is chosen among the values of this label."""
+    """Returns a dashboard variable. The reader of the dashboard chooses its value among the values of this label."""
     return {
         "name": label,
         "label": label,

@@ -1,4 +1,5 @@
-"""Tells how long messages took to send, and how late they were, by step. Counts all sent messages that are still kept.
+"""Prints for each step of the campaign how long it took to send a message, and how late messages were. Reads all sent
+messages that Windrow still keeps.
 
 python -m examples.campaigns.durations shop
 """
@@ -15,7 +16,7 @@ from examples.campaigns.plan import CAMPAIGN, QUEUE
 
 
 def sent(client: windrow.SyncClient) -> Iterator[windrow.JobRecord]:
-    """Returns all messages that were sent, the newest first."""
+    """Yields the jobs of all messages that were sent, the newest first."""
     conditions = {"campaign": CAMPAIGN}
     return client.iter_jobs(QUEUE, state=windrow.JobState.SUCCEEDED, attributes=conditions, page_size=1000)
 

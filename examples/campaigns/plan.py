@@ -1,4 +1,5 @@
-"""The campaign: which messages a person gets, and when. Plans them, and changes the plan of a person.
+"""The campaign: which messages a person gets, and when. Plans the messages of new people, and changes the plan of a
+person.
 
 python -m examples.campaigns.plan shop start --signup s-1001 ada@example.com bob@example.com
 python -m examples.campaigns.plan shop stop ada@example.com
@@ -16,20 +17,21 @@ import windrow
 QUEUE = "campaigns"
 KIND = "send_message"
 CAMPAIGN = "welcome"
-# The messages, and how many days after the start each is sent.
+# The messages, and for each the number of days between the start and the message.
 STEPS = {"hello": 0, "tips": 3, "offer": 14, "survey": 30, "anniversary": 365}
 
 
 def start(client: windrow.SyncClient, signup: str, people: Sequence[str]) -> int:
-    """Plans all messages of these people. Returns how many are new. `signup`: the id of the event that started this. If
-    the same signup comes again, nothing is planned twice (for 30 days, the longest window of a key)."""
+    """Plans all messages of these people. Returns how many are new. `signup`: the id of the event by which these people
+    signed up. If the same signup comes again within 30 days, which is the longest dedup window, nothing is planned
+    twice."""
     now = datetime.now(UTC)
     jobs = [
         windrow.NewJob(
             QUEUE,
             KIND,
             {"to": person, "subject": f"{CAMPAIGN}: {step}"},
-            # By these attributes, the messages of a person or of a step can be found.
+            # With these attributes, you can find the messages of a person or of a step.
             attributes={"campaign": CAMPAIGN, "person": person, "step": step},
             run_at=now + timedelta(days=days),
             dedup_key=f"{signup} {person} {step}",
@@ -38,23 +40,25 @@ def start(client: windrow.SyncClient, signup: str, people: Sequence[str]) -> int
         for person in people
         for step, days in STEPS.items()
     ]
-    # This stores at most 1,000 jobs, all or none. For more jobs, use independent=True, or enqueue_batch.
+    # This call stores all jobs or none, and takes at most 1,000. For more jobs, use `independent=True`, or
+    # `enqueue_batch`.
     return sum(not one.duplicate for one in client.enqueue_many(jobs))
 
 
 def stop(client: windrow.SyncClient, person: str) -> int:
-    """Cancels the messages that a person has not got yet. Returns how many."""
+    """Cancels the messages that a person has not got yet. Returns the number of cancelled messages."""
     of_person = windrow.JobFilter(queue=QUEUE, attributes={"campaign": CAMPAIGN, "person": person})
     return client.cancel_where(of_person, reason="unsubscribed").changed
 
 
 def move(client: windrow.SyncClient, person: str, days: float) -> int:
-    """Makes all messages that a person has not got yet this many days later. Returns how many were changed."""
+    """Postpones by `days` all messages that a person has not got yet. Returns the number of changed messages."""
     moved = 0
-    # With several states, the list is in the order of the ids, so a message that is moved keeps its place.
+    # With several states, the list is in the order of the ids, so a message that is moved keeps its place in the list.
     states = [windrow.JobState.SCHEDULED, windrow.JobState.READY]
     for job in client.iter_jobs(QUEUE, states=states, attributes={"campaign": CAMPAIGN, "person": person}):
-        # Each message has a time of its own. A message that is sent at this moment is STALE, and stays as it is.
+        # Change each message by its own call, because each has another time. For a message that a worker is sending
+        # now, the answer is STALE, and the message stays as it is.
         (answer,) = client.alter_jobs([job.id], run_at=job.run_at + timedelta(days=days))
         moved += answer is windrow.Answer.OK
     return moved

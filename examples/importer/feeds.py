@@ -1,4 +1,5 @@
-"""The feeds, the queues, and the hosts that ask for imports. Several hosts may ask for a feed at the same time.
+"""Defines the feeds and the queues, and runs the hosts that ask for imports. Several hosts may ask for the same feed at
+the same time.
 
 python -m examples.importer.feeds shop coats hats shoes ties --hosts 4
 """
@@ -14,9 +15,9 @@ import windrow
 IMPORTS, ROWS = "imports", "rows"
 # The supplier's server allows this many downloads at a time.
 AT_ONCE = 2
-# These feeds stand for files that a supplier offers: their names, and how many products each has.
+# These feeds stand for files that a supplier offers. Each has a name and a number of products.
 FEEDS = {"coats": 5000, "hats": 900, "shoes": 1200, "ties": 300}
-# One in this many rows is broken.
+# One of this many rows is broken.
 BROKEN_EVERY = 250
 
 
@@ -34,10 +35,11 @@ def ask(client: windrow.SyncClient, feeds: Sequence[str]) -> list[windrow.Enqueu
             "import_feed",
             {"feed": feed},
             attributes={"feed": feed},
-            # All feeds of one supplier are a group, whose concurrency is a setting of the queue.
+            # The imports of all feeds of one supplier are a group. A setting of the queue says how many jobs of a group
+            # may be leased at the same time.
             group="supplier",
             dedup_key=feed,
-            # The key is free again as soon as the import has ended.
+            # The dedup key can be used again as soon as the import has ended.
             dedup_while_live=True,
         )
         for feed in feeds

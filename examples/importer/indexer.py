@@ -43,7 +43,7 @@ class Products:
 
 
 def make_worker(org: str, products: Products, *, window_s: float) -> windrow.Worker:
-    # This is room for a batch that runs and for other batches that gather meanwhile.
+    # The worker may have the jobs of four batches, so that jobs for the next batches are collected while a batch runs.
     worker = windrow.Worker(windrow.Client(org=org), ROWS, concurrency=4 * BATCH, visibility_window=window_s)
 
     @worker.batch_handler("index_row", max_jobs=BATCH, max_wait=0.05)

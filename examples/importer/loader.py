@@ -1,5 +1,5 @@
-"""Imports feeds: makes a job of each row. Uses a loop instead of a windrow.Worker: the loop takes a job, extends its
-lease for as long as the work takes, and acks it.
+"""Imports feeds: makes a job of each row. Uses a loop instead of a `windrow.Worker`. The loop takes a job, extends the
+lease of the job while the work lasts, and acks the job.
 
 python -m examples.importer.loader shop
 """
@@ -23,12 +23,12 @@ log = logging.getLogger("loader")
 
 
 class LeaseLost(Exception):
-    """Another program has the job, or will have it. So this program need not continue its work on the job."""
+    """Another program has the job, or will get it. So this program stops its work on the job."""
 
 
 def load(client: windrow.SyncClient, job: windrow.Job, *, window_s: float, slow_s: float) -> windrow.Batch:
-    """Stores the rows of a feed as jobs. May be repeated after a crash: the batch's id is the id of the import's job,
-    so jobs that are stored are not stored again (for 7 days after the import was asked for)."""
+    """Stores the rows of a feed as jobs. May be repeated after a crash: the batch's id is the id of the import's job.
+    So for 7 days after the import was asked for, jobs that are already stored are not stored again."""
     feed = str(job.json()["feed"])
 
     def keep_lease(done: windrow.Batch) -> None:
@@ -42,14 +42,15 @@ def load(client: windrow.SyncClient, job: windrow.Job, *, window_s: float, slow_
 
 
 def work(client: windrow.SyncClient, job: windrow.Job, *, window_s: float, slow_s: float) -> None:
-    """Works on one job and reports its outcome. Neither a job nor a router that does not answer may end the loop."""
+    """Works on one job and reports its outcome. Raises no error if the job fails or if no router answers, so that the
+    loop continues."""
     try:
         try:
             done = load(client, job, window_s=window_s, slow_s=slow_s)
         except LeaseLost:
             return
         except Exception as error:
-            # This includes a payload that cannot be read. Another attempt follows; after the last attempt, the job is
+            # The payload may be unreadable, for example. Another attempt follows; after the last attempt, the job is
             # dead.
             log.exception("job %s failed", job.id)
             client.nack(job, error=error)
@@ -68,7 +69,7 @@ def take(client: windrow.SyncClient, name: str, *, window_s: float) -> list[wind
         # Trying again does not help.
         raise
     except windrow.WindrowError as error:
-        # The client has tried for 30 s.
+        # The client has already tried for 30 s.
         log.warning("no job can be taken: %s", error)
         time.sleep(error.retry_after or PAUSE_S)
         return []

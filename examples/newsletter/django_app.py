@@ -27,14 +27,14 @@ from examples.newsletter.newsletter import Settings, Subscribers, mail_to, make_
 def make_application(settings: Settings, worker: threading.Thread) -> Any:
     """Returns the WSGI application. `worker`: the thread of the worker."""
     subscribers = Subscribers(settings.file)
-    # The views are not coroutines, so they need a SyncClient. Any number of threads may use it.
+    # The views are not coroutines, so they need a `SyncClient`. Any number of threads may use the same one.
     client = windrow.SyncClient(org=settings.org)
 
     def subscribe(request: HttpRequest) -> JsonResponse:
         address = str(json.loads(request.body)["address"])
         subscribers.add(address)
         try:
-            # Inside a Django transaction, enqueue by transaction.on_commit().
+            # In a view that uses a Django transaction, make this call by `transaction.on_commit()`.
             (stored,) = client.enqueue_many([mail_to(address, "Welcome")])
         except windrow.WindrowError as error:
             return JsonResponse({"error": str(error)}, status=503)

@@ -23,7 +23,8 @@ class Subscription(BaseModel):
 
 def make_app(settings: Settings) -> FastAPI:
     subscribers = Subscribers(settings.file)
-    # A worker's client belongs to the event loop of its thread. This client is for FastAPI's loop.
+    # The client of the worker belongs to the event loop of the worker's thread. So this second client is for the event
+    # loop of FastAPI.
     client = windrow.Client(org=settings.org)
     worker = make_worker(settings)
 
@@ -39,7 +40,7 @@ def make_app(settings: Settings) -> FastAPI:
     async def subscribe(subscription: Subscription) -> dict[str, str]:
         subscribers.add(subscription.address)
         try:
-            # If the same NewJob is sent again, it is stored once.
+            # If the client sends the same `NewJob` again, the job is stored once.
             (stored,) = await client.enqueue_many([mail_to(subscription.address, "Welcome")])
         except windrow.WindrowError as error:
             raise HTTPException(503, str(error)) from error

@@ -1,4 +1,4 @@
-"""A mail server for trials: it accepts up to --rate messages in a second, and refuses further messages with 429.
+"""A mail server for trials. It accepts up to --rate messages in a second, and refuses further messages with status 429.
 
 python -m examples.newsletter.mail_server --port 9200 --rate 50
 
@@ -19,7 +19,7 @@ class Mails:
     def __init__(self, rate: int) -> None:
         self._lock = threading.Lock()
         self._rate = rate
-        # When the messages of the last second came.
+        # The times at which the messages of the last second came.
         self._latest = deque[float]()
         self._keys = set[str]()
         self._refused = 0

@@ -16,12 +16,12 @@ from zoneinfo import ZoneInfo
 
 import windrow
 
-# The queues of the digests, which the schedule stores, and of the mails. Only mails have a limit of starts, so a digest
-# need not wait behind mails.
+# The queue of the digests, which the schedule stores, and the queue of the mails. Only the queue of the mails has a
+# limit on starts, so a digest never waits because many mails wait.
 DIGESTS, MAILS = "newsletter-digests", "newsletter-mails"
 EVERY, TZ = "0 8 * * 1-5", "Europe/Paris"
 ANSWER_S = 10.0
-# For how long an issue that is sent again is recognised.
+# For how long Windrow recognises a mail of an issue that is enqueued again.
 KNOWN_S = 7 * 86_400
 
 
@@ -51,7 +51,7 @@ class Subscribers:
 
 
 def mail_to(address: str, subject: str) -> windrow.NewJob:
-    """Makes the job of a mail. The same mail to the same address is stored once."""
+    """Makes the job of a mail. If this mail to this address is stored already, an enqueue of the job stores nothing."""
     return windrow.NewJob(
         MAILS,
         "send_mail",
@@ -73,7 +73,8 @@ def send_mail(job: windrow.Job, server: str) -> None:
     except HTTPError as error:
         with error:
             if error.code == 429:
-                # Other programs send, too. Nothing has failed, so the attempt does not count.
+                # The server is busy because other programs send, too. Nothing has failed, so snooze: the attempt then
+                # does not count.
                 raise windrow.Snooze("the mail server is busy", after=float(error.headers["Retry-After"])) from error
             raise windrow.Retry(f"the mail server answered {error.code}") from error
     except OSError as error:
@@ -87,9 +88,9 @@ def make_worker(settings: Settings) -> windrow.Worker:
 
     @worker.every(EVERY, tz=TZ)
     async def send_digest(job: windrow.Job) -> dict[str, int]:
-        """Enqueues the mails of an issue. May run again, here or in the other process: each mail is stored once."""
+        """Enqueues the mails of an issue. May run again, in this process or in another: each mail is stored once."""
         assert job.scheduled_run is not None
-        # Use the day that the calendar says, and not today, because the run may be late.
+        # Use the day of the run's instant, and not today, because the run may be late.
         subject = f"The news of {job.scheduled_run.at.astimezone(ZoneInfo(TZ)):%d %B %Y}"
         mails = [mail_to(address, subject) for address in subscribers.all()]
         stored = await client.enqueue_many(mails, independent=True)
@@ -105,8 +106,8 @@ def make_worker(settings: Settings) -> windrow.Worker:
 @contextlib.contextmanager
 def working(worker: windrow.Worker) -> Generator[threading.Thread, None, None]:
     """Runs a worker in a thread of this process, while the process does other things. Yields the thread. At the end of
-    the block the handlers may finish; jobs that have not begun go to the other processes."""
-    # windrow.run makes an event loop of its own in the thread. The web server handles the signals.
+    the block, running handlers may finish. Jobs whose handlers have not begun are given back for other processes."""
+    # `windrow.run` makes its own event loop in the thread. The web server handles the signals.
     thread = threading.Thread(target=windrow.run, args=(worker,), name="newsletter")
     thread.start()
     try:

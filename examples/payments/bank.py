@@ -1,10 +1,10 @@
-"""A bank for trials: it takes money from accounts, once for each key. It may be killed at any moment.
+"""A bank for trials. It takes money from accounts, once for each key. You may kill it at any moment.
 
 python -m examples.payments.bank --port 9100 --file bank.db
 
-`POST /charges` with {"customer": "ada", "cents": 500} and an Idempotency-Key answers whether the money was taken; with
-a key that it knows, it answers as before. `POST /hold` makes charges wait until `POST /resume`. `GET /` shows what was
-taken.
+`POST /charges` with {"customer": "ada", "cents": 500} and an Idempotency-Key answers whether the money was taken. If
+the bank knows the key, it gives the same answer as before. `POST /hold` makes charges wait until `POST /resume`. A call
+of `GET /` shows the money that was taken.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-# What each customer has at the beginning.
+# The money that each customer has at the beginning.
 BALANCE_CENTS = 5_000
 
 
@@ -33,8 +33,9 @@ class Accounts:
         """)
 
     def charge(self, key: str, customer: str, cents: int) -> bool:
-        """Takes the money, unless there is too little. The key and the effect are one transaction: after a crash there
-        are both, or neither. A key that was used before gets the same answer as then, and has no effect."""
+        """Takes the money, unless the account has too little. Stores the key and takes the money in one transaction:
+        after a crash, both were done or neither. A key that was used before gets the same answer again, and no money is
+        taken."""
         with self._lock, self._transaction():
             known = self._database.execute("SELECT taken FROM charge WHERE key = ?", (key,)).fetchone()
             if known is not None:

@@ -17,7 +17,7 @@ import windrow
 
 QUEUE = "payments"
 KIND = "charge"
-# The most that a customer has to pay at once.
+# An order costs 50 cents plus less than this amount.
 CENTS_MAX = 2_000
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -59,10 +59,11 @@ class Orders:
         )
 
     def write(self, order_id: str, state: str, fence: Fence) -> bool:
-        """Changes an order's state, unless a later lease has written. Returns whether the state was changed.
+        """Changes an order's state, unless the holder of a later lease has already changed it. Returns whether the
+        state was changed.
 
-        A later lease exists only after the earlier one has ended. So a late worker, such as one whose machine stood
-        still for a minute, changes nothing any more. This works without a call to Windrow, and without a clock."""
+        A later lease exists only after the earlier one has ended. So a late worker, for example on a machine that was
+        frozen for a minute, changes nothing any more. The check needs no call to Windrow, and no clock."""
         changed = self._database.execute(
             "UPDATE purchase SET state = ?1, due_us = ?2, attempt = ?3 WHERE id = ?4 AND (due_us, attempt) <= (?2, ?3)",
             (state, *fence, order_id),
@@ -88,7 +89,7 @@ def place(client: windrow.SyncClient, orders: Orders, count: int) -> list[windro
         order_id, customer, cents = f"order-{number}", f"customer-{number % 7}", 50 + number * 137 % CENTS_MAX
         orders.add(order_id, customer, cents)
         payload = {"order": order_id, "customer": customer, "cents": cents}
-        # The order's own id is the key, because a producer that crashed places the same orders again.
+        # Use the order's id as the dedup key, because a producer that crashed places the same orders again.
         jobs.append(
             windrow.NewJob(QUEUE, KIND, payload, attributes={"customer": customer}, dedup_key=order_id, max_attempts=50)
         )

@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 import windrow
 from examples.payments.shop import KIND, QUEUE, Fence, Orders
 
-# Below the visibility window, so that a bank that hangs does not keep a thread for long.
+# Less than the visibility window, so that a thread does not wait long for a bank that does not answer.
 ANSWER_S = 20.0
 CONCURRENCY = 8
 
@@ -26,8 +26,8 @@ def take(bank: str, order: dict[str, str | int]) -> bool:
     request = Request(
         f"{bank}/charges",
         data=json.dumps({"customer": order["customer"], "cents": order["cents"]}).encode(),
-        # The key is the order's id, and not that of a job or an attempt: no matter who asks again, it is the same
-        # payment.
+        # Use the id of the order as the key, and not the id of a job or an attempt: so each repetition is the same
+        # payment, no matter who asks.
         headers={"Content-Type": "application/json", "Idempotency-Key": str(order["order"])},
     )
     try:

@@ -19,8 +19,9 @@ from examples.pushes.totals import Push, read_pushes
 QUEUE = "pushes"
 KIND = "push"
 
-# How many pushes are sent at once. The pushes of one org are one call, and the next pushes wait until all of these are
-# acknowledged. So an org's jobs are stored in recorded order. A job overtakes fewer than this many jobs of other orgs.
+# How many pushes are sent at once. One call stores those of one org, and the next pushes are sent after all of these
+# are acknowledged. So an org's jobs are stored in recorded order. A job overtakes fewer than this many jobs of other
+# orgs.
 WINDOW = 500
 DELAYED_EVERY = 10
 DELAY_S_MAX = 5.0
@@ -33,7 +34,8 @@ _log = logging.getLogger("producer")
 
 
 def delays_s(pushes: Sequence[Push]) -> list[float]:
-    """Returns each job's delay: for every tenth push its recorded gap, compressed; for other pushes 0.
+    """Returns each job's delay. For every tenth push, this is the recorded gap before the push, compressed; for other
+    pushes it is 0.
 
     The gap is the time since the previous push to the same repository (none: 0), and
 
@@ -54,7 +56,8 @@ def delays_s(pushes: Sequence[Push]) -> list[float]:
 
 
 def job_of(push: Push, delay_s: float) -> windrow.NewJob:
-    """Makes a push's job. Its id, a UUIDv7, is made here, so the job is stored once even if it is sent again."""
+    """Makes the job of a push. This function makes the id of the job, a UUIDv7, so the job is stored once even if it is
+    sent again."""
     return windrow.NewJob(QUEUE, KIND, push.to_json(), delay=delay_s or None)
 
 
@@ -65,8 +68,8 @@ async def produce(
     acknowledged: Callable[[str, Sequence[windrow.Enqueued]], None],
     seconds: float = 0.0,
 ) -> None:
-    """Enqueues all pushes, and calls `acknowledged` with each org's stored jobs. With `seconds`, spreads them evenly
-    over that time. Raises an ExceptionGroup of windrow.Client's errors after 3 minutes of failed tries."""
+    """Enqueues all pushes, and calls `acknowledged` with each org's stored jobs. With `seconds`, spreads the calls
+    evenly over that time. Raises an ExceptionGroup of windrow.Client's errors after 3 minutes of failed tries."""
     if not pushes:
         return
     delays = delays_s(pushes)
@@ -74,7 +77,7 @@ async def produce(
     began_s = time.monotonic()
     async with windrow.Client(address, org=pushes[0].org, channels=2) as client:
         for first in range(0, len(pushes), size):
-            # If this window is late, the sleep is zero, and the rate catches up.
+            # If these pushes are late, do not sleep, so that the rate catches up.
             await asyncio.sleep(began_s + seconds * first / len(pushes) - time.monotonic())
             jobs: dict[str, list[windrow.NewJob]] = defaultdict(list)
             for at in range(first, min(first + size, len(pushes))):
@@ -90,7 +93,8 @@ async def _send(
     acknowledged: Callable[[str, Sequence[windrow.Enqueued]], None],
 ) -> None:
     """Sends jobs until they are stored. The client retries for its `timeout`; this function continues after that. A
-    call that broke may have stored the jobs or not: the ids make the next try safe in both cases."""
+    call without an answer may have stored the jobs or not. The next try is safe in both cases, because the jobs have
+    the same ids."""
     deadline_s = time.monotonic() + _RETRY_S_MAX
     while True:
         try:

@@ -1,8 +1,8 @@
-"""The application's own tables: the totals, and the ids of the jobs that the totals include. They are in the
+"""The application's own tables: the totals, and the ids of the jobs that the totals include. These tables are in the
 application's database, which Windrow does not know.
 
-A queue delivers a job at least once. These tables make a job's effect happen exactly once: the job's id and its effect
-are committed together, and an id that exists already changes nothing.
+A queue delivers a job at least once. With these tables, a job has its effect exactly once: the id of the job and the
+effect are committed together, and a job whose id is already in the table changes nothing.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ CREATE TABLE IF NOT EXISTS totals (
 );
 """
 
-# One statement, so one transaction. Both INSERTs lock their rows in order, so that two workers with common rows cannot
-# deadlock.
+# This is one statement, and so one transaction. Both INSERTs lock their rows in a fixed order: otherwise two workers
+# that change the same rows could deadlock.
 APPLY = """
 WITH push AS (
     SELECT *
@@ -73,8 +73,8 @@ Pool = AsyncConnectionPool[Connection]
 
 @asynccontextmanager
 async def open_pool(database: str) -> AsyncGenerator[Pool, None]:
-    """Opens a pool of one connection in autocommit mode, which is replaced if it breaks. Creates the tables.
-    `database`: the DSN."""
+    """Opens a pool of one connection in autocommit mode. The pool replaces the connection if it breaks. Creates the
+    tables. `database`: the DSN."""
     async with AsyncConnectionPool[Connection](
         database, min_size=1, max_size=1, kwargs={"autocommit": True}, open=False
     ) as pool:
@@ -84,8 +84,8 @@ async def open_pool(database: str) -> AsyncGenerator[Pool, None]:
 
 
 async def apply(connection: Connection, pushes: Sequence[tuple[str, Push]]) -> None:
-    """Adds pushes, each with the id of its job, to the totals: all or none, and each id only once in all calls. The ids
-    of one call must differ. Returns after the commit."""
+    """Adds pushes, each with the id of its job, to the totals. Adds all or none, and skips an id that an earlier call
+    has added. The ids of one call must differ. Returns after the commit."""
     await connection.execute(
         APPLY,
         (

@@ -1,6 +1,7 @@
 """Pushes, and their totals per org, repo and ISO week, computed in memory. Independent of any queue.
 
-The worker does not use these totals: its database computes them in SQL (tables.py). So the two can be compared.
+The worker does not compute totals with this module: its database computes them in SQL (tables.py). So the two results
+can be compared.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ EVENTS = Path(__file__).with_name("pushes.jsonl.gz")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """One push to a branch: which repository of which org, when (Unix seconds), and how much it changed."""
+    """One push to a branch: the org and the repository, the time in Unix seconds, and the amount of changes."""
 
     org: str
     repo: str
@@ -54,7 +55,7 @@ class Sums(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A key with wrong sums. None: there is no such row."""
+    """A key whose sums are wrong. `expected` or `found` is None if there is no row with this key."""
 
     key: Key
     expected: Sums | None
@@ -62,7 +63,8 @@ class Difference(NamedTuple):
 
 
 def read_pushes(*, most: int | None = None) -> list[Push]:
-    """Reads the pushes of EVENTS, in recorded order; only the first `most` if given."""
+    """Reads the pushes from the file `EVENTS`, in recorded order. If `most` is given, reads only the first `most`
+    pushes."""
     with gzip.open(EVENTS, "rb") as lines:
         return [Push.from_json(line) for line in islice(lines, most)]
 

@@ -19,20 +19,20 @@ from examples.pushes import tables
 from examples.pushes.producer import KIND, QUEUE
 from examples.pushes.totals import Push, read_pushes
 
-# How many handlers run at the same time, for each org. Most of them only wait for the transaction that they share.
+# How many handlers of each org run at the same time. Most handlers only wait for the transaction that they share.
 CONCURRENCY = 100
 
 
 @dataclass(slots=True)
 class _Batch:
-    # The pushes by job id: a job that is delivered again while it waits is the same push.
+    # The pushes by job id: if a job is delivered again while its push waits, the push is still here only once.
     pushes: dict[str, Push] = field(default_factory=dict[str, Push])
     applied: bool = False
 
 
 class Totals:
-    """Applies all waiting pushes in one transaction. A single push does not wait for other pushes; while a transaction
-    runs, the next batch fills."""
+    """Applies all waiting pushes in one transaction. If no transaction runs, a push does not wait for other pushes.
+    While a transaction runs, new pushes are collected for the next one."""
 
     def __init__(self, pool: tables.Pool) -> None:
         self._pool = pool
@@ -91,8 +91,8 @@ async def work(
 
 
 def _end_with_stdin() -> None:
-    """Ends this process when its parent process ends, in any way. The parent process holds the other end of standard
-    input."""
+    """Ends this process when its parent process ends, no matter how the parent ends. Standard input ends with the
+    parent, because it is a pipe whose other end the parent holds."""
     while os.read(0, 4096):
         pass
     # SIGTERM stops running workers gracefully. If no worker runs yet, SIGTERM ends the process.

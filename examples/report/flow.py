@@ -15,16 +15,17 @@ import windrow
 from examples.pushes.totals import Push, read_pushes
 
 QUEUE = "report"
-# How many pushes one node counts. Its payload may have 1 MiB, and the whole workflow 16 MiB.
+# How many pushes one node counts. The payload of a node may have up to 1 MiB. All payloads of the workflow together may
+# have up to 16 MiB.
 PART = 100
 WAIT_S = 600.0
 
 
 def make_flow(org: str, pushes: Sequence[Push], *, flow_id: str, broken: bool = False) -> windrow.Workflow:
-    """Makes the graph: for each project many nodes that count a part each, and a node that adds up these counts; after
-    all sums, the node that writes the report.
+    """Makes the graph. For each project there are many nodes, which count one part each, and a node that adds up their
+    counts. The node that writes the report waits for all sums.
 
-    `broken`: the first part cannot be read."""
+    `broken`: makes the first part unreadable."""
     by_project: dict[str, list[Push]] = defaultdict(list)
     for push in pushes:
         by_project[push.org].append(push)

@@ -29,7 +29,8 @@ def make_worker(org: str, *, window_s: float, slow_s: float) -> windrow.Worker:
         try:
             pushes = [Push.from_json(line) for line in job.payload.splitlines()]
         except (ValueError, TypeError) as error:
-            # The part will not be readable tomorrow either. Later nodes are cancelled, and the alarm is raised.
+            # Do not try again: the part will never be readable. Windrow cancels the nodes that wait for this one, and
+            # releases the node that raises the alarm.
             raise windrow.Kill(f"this part cannot be read: {error}") from error
         (figures,) = plain(pushes).values()
         return figures

@@ -1,4 +1,5 @@
-"""A function: it takes one job, works on it, and ends. The scaler starts as many functions as are needed.
+"""A function of a serverless platform. It takes one job, works on it, and ends. The scaler starts as many functions as
+are needed.
 
 python -m examples.serverless.function shop
 """
@@ -28,11 +29,11 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=0.0, metavar="S", help="how much longer a job takes, to watch it")
     given = parser.parse_args()
     with windrow.SyncClient(org=given.org) as client:
-        # The platform ends a function after its limit. The lease lasts as long, so nothing has to extend it, and the
-        # job of a function that was ended comes back.
+        # The platform ends a function after a time limit. The lease lasts for the same time, so the function need not
+        # extend it. If the platform ends the function, the lease expires, and the job is delivered again.
         jobs = client.dequeue(QUEUE, visibility_window=given.limit, worker=f"function-{os.getpid()}")
         if not jobs:
-            # Other functions were faster. That costs no more than the start of this function.
+            # Other functions have taken all jobs, so this function was started in vain.
             return
         (job,) = jobs
         try:

@@ -1,4 +1,4 @@
-"""Uploads images: each is a job of its own.
+"""Uploads images: stores a job for each image.
 
 python -m examples.serverless.images shop --images 12
 """

@@ -1,4 +1,4 @@
-"""Starts functions: as many as there are jobs, up to a limit. None runs while there is no job.
+"""Starts as many functions as there are jobs, up to a limit. No function runs while there is no job.
 
 python -m examples.serverless.scaler shop --most 4
 
@@ -21,10 +21,11 @@ _log = logging.getLogger("scaler")
 
 
 def to_start(*, ready: int, leased: int, running: int, most: int) -> int:
-    """Returns how many functions to start. `running`: how many functions this program has started that have not ended.
+    """Returns how many functions to start. `running`: how many of the functions that this program has started still
+    run.
 
     A running function without a job will take one of the ready jobs, so that job needs no other function. After a crash
-    of this program, some functions still run that the program does not know; most of them have leases. So a few
+    and restart, this program does not know the functions that it started before; most of them have leases. So a few
     functions too many may start. They find no job, because the queue's limit of jobs in flight is exact."""
     without_job = max(0, running - leased)
     return max(0, min(ready - without_job, most - max(running, leased)))
@@ -32,7 +33,7 @@ def to_start(*, ready: int, leased: int, running: int, most: int) -> int:
 
 def capacity(client: windrow.SyncClient) -> tuple[int, int]:
     """Returns how many jobs are ready, and how many are leased."""
-    # Ask for all queues: to ask for a queue that does not exist yet would be an error.
+    # Ask for all queues, because a call for one queue fails if the queue does not exist yet.
     stats = client.stats().queues.get(QUEUE)
     return (0, 0) if stats is None or stats.paused else (stats.ready, stats.leased)
 

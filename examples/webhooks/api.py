@@ -17,7 +17,8 @@ import windrow
 
 QUEUE = "webhooks"
 KIND = "deliver"
-# Deliveries to one endpoint at the same time, so that a slow endpoint does not take all places of the workers.
+# How many deliveries to one endpoint may run at the same time. The limit keeps a slow endpoint from using all handlers
+# of the workers.
 AT_ONCE = 2
 MAX_ATTEMPTS = 12
 # For how long an event is recognised.
@@ -26,7 +27,8 @@ _BODY_MAX = 256 * 1024
 
 
 class Deliveries:
-    """Enqueues deliveries for any org. `retry_s`: the delay before the second attempt; it doubles up to an hour."""
+    """Enqueues deliveries for any org. `retry_s`: the delay before the second attempt. The delay doubles after each
+    attempt, up to an hour."""
 
     def __init__(self, *, retry_s: float) -> None:
         self._retry = windrow.ExponentialRetry(initial_delay=retry_s, multiplier=2, max_delay=3600, jitter=0.2)
@@ -81,7 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
         except (ValueError, windrow.InvalidRequest) as error:
             self._answer(400, {"error": str(error)})
         except windrow.WindrowError as error:
-            # The sender sends the event again; it is stored once.
+            # The sender will send the event again. Even if this call has stored the delivery, it is stored only once.
             self._answer(503, {"error": str(error)})
         else:
             self._answer(202, {"delivery": stored.id, "duplicate": stored.duplicate})

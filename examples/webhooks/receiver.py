@@ -16,7 +16,8 @@ from typing import Any
 
 
 class Effects:
-    """What the requests have done. A real receiver keeps the keys in its database, in the effect's transaction."""
+    """The effects of the requests. A real receiver stores the key of an event in its database, in the same transaction
+    as the effect."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -73,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Overrides the default, which logs every request. Logs nothing."""
+        """Does not log each request."""
 
 
 def main() -> None:

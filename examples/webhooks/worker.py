@@ -24,8 +24,8 @@ _log = logging.getLogger("webhooks")
 
 
 def deliver(job: windrow.Job) -> dict[str, int]:
-    """Sends an event to its endpoint. Any answer except 2xx fails the attempt. The handler raises Retry, because a
-    traceback in the log for each failure of somebody else's server would help nobody."""
+    """Sends an event to its endpoint. Any answer except 2xx fails the attempt. The handler raises `Retry`, so that the
+    log has no traceback for each failure of somebody else's server."""
     event = job.json()
     request = Request(
         event["endpoint"],
@@ -40,7 +40,7 @@ def deliver(job: windrow.Job) -> dict[str, int]:
         with error:
             if error.code == 410:
                 raise windrow.Kill("the endpoint is gone") from error
-            # None: as the job's retry policy says.
+            # If there is no such header, `after` is None, and the job's retry policy decides.
             after = error.headers.get("Retry-After", "")
             why = f"the endpoint answered {error.code}"
             raise windrow.Retry(why, after=int(after) if after.isdecimal() else None) from error
@@ -55,7 +55,7 @@ def make_worker(org: str, *, window_s: float) -> windrow.Worker:
 
     @worker.every("* * * * *", queue=UPKEEP)
     async def report_dead(_: windrow.Job) -> None:
-        """Reports once a minute how many deliveries were given up."""
+        """Logs how many deliveries were given up. A schedule calls this once a minute."""
         counts = (await client.stats(QUEUE)).queues.get(QUEUE)
         if counts is not None and counts.dead:
             _log.warning("org %s: %d deliveries were given up", org, counts.dead)

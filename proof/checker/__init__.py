@@ -1,8 +1,9 @@
 """Checks the invariants, using what clients saw and what the tables contain. Pure: takes evidence, and returns
 violations.
 
-The checker never raises a false alarm: it does not report what could have happened without a bug. Client-side times
-come from one monotonic clock; each rule says what it concludes from them, and why that is safe.
+The checker never raises a false alarm: it reports only what cannot happen without a bug. All times that clients
+recorded come from one monotonic clock. Each rule says what it concludes from these times, and why the conclusion is
+safe.
 
 The checker reports separately the violations that a restored backup explains (proof/checker/backup.py).
 """

@@ -1,10 +1,10 @@
 """Checks I10 for backfills. An answered backfill has stored one job for each instant of its range, or has skipped the
 instant because of an overlap. No instant is stored twice, or without a call that asked for it.
 
-If an instant was skipped because of a pause or a catch-up, a backfill decides the instant anew. If an instant has a
-run, a backfill does not change the run, for as long as the shard remembers the run. Shards remember runs of backfills
-for days, and other runs for as long as they are among the schedule's newest. So a backfill may store a run again if the
-shard has forgotten the run.
+If an instant was skipped because of a pause or a catch-up, a backfill decides again about the instant. If an instant
+has a run, a backfill does not change the run, for as long as the shard remembers the run. Shards remember runs of
+backfills for days, and other runs for as long as they are among the schedule's newest. So a backfill may store a run
+again if the shard has forgotten the run.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ _Wrong = Iterator[tuple[int, str]]
 
 
 def split(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
-    """Returns the runs that schedules have decided by themselves or that were triggered, and the runs of backfills."""
-    # If a backfill stores the first of several instants that were skipped together, the other instants get a new
-    # record, which tells nothing new.
+    """Divides runs into two lists: the runs that schedules have decided by themselves or that were triggered, and the
+    runs of backfills."""
+    # One record covers all instants that were skipped together. If a backfill stores the first of them, the others get
+    # a new record, which is no new decision.
     first_us: dict[tuple[str | None, int], int] = {}
     for run in runs:
         if run.skipped_for in UNDECIDED and run.through_us is not None:
@@ -45,8 +46,8 @@ def check(
     decided: Mapping[int, set[str]],
     pauses: Sequence[tuple[int, int]],
 ) -> _Wrong:
-    """Yields the instants about which something is wrong, each with what is wrong. `decided`: for each instant the jobs
-    and the reasons of the decisions that the schedule itself made; "" for a run that still waits."""
+    """Yields each instant that was decided wrongly, with a text that says what is wrong. `decided`: for each instant,
+    what the schedule itself decided: the id of a job, or the reason of a skip. "" stands for a run that still waits."""
     own, backfilled = split(runs)
     asked = {one: _instants(schedule, one) for one in schedule.backfills}
     fates: defaultdict[int, list[Run]] = defaultdict(list)
@@ -72,8 +73,9 @@ def check(
 
 
 def _instants(schedule: Schedule, one: Backfill) -> tuple[set[int], set[int]]:
-    """Returns the instants that the call has decided if it was executed, and those that it may have decided."""
-    # The range may end after the schedule's end.
+    """Returns two sets: the instants that the call certainly decided if it was executed, and the instants that it may
+    have decided."""
+    # The schedule may end before the range of the backfill ends.
     end_us = min(one.end_us, schedule.ends_us)
     of_terms = [multiples(terms, one.begin_us - 1, end_us) for terms in between(schedule, one.began_us, one.ended_us)]
     return set.intersection(*of_terms), set.union(*of_terms)
@@ -85,14 +87,14 @@ def _faults(run: Run, by: Sequence[Backfill], pauses: Sequence[tuple[int, int]])
         yield "a backfill decided it, and nobody asked for that"
     elif run.skipped_for is not None and not (run.skipped_for == "overlap" and any(one.may_skip for one in by)):
         yield f"a backfill skipped it for {run.skipped_for}, for which it may not be skipped"
-    # The schedule itself stores a run that has waited, and does not do so during a pause.
+    # If a run has waited, not the backfill but the schedule stores it later. A paused schedule stores no runs.
     at_once = any(run.decided_us <= (FOREVER_US if one.ended_us is None else one.ended_us) + CLOCK_US for one in by)
     if run.job is not None and not at_once and any(begin < run.decided_us < end for begin, end in pauses):
         yield f"job {run.job} had waited, and was stored during a pause"
 
 
 def _was_forgotten(at_us: int, own: Sequence[Run], runs: Sequence[Run], decided_us: int) -> bool:
-    """Returns whether the shard had forgotten a run of the schedule itself at this time, because there were enough
-    newer runs."""
+    """Returns whether, at the time `decided_us`, the shard had forgotten the schedule's own run of the instant `at_us`,
+    because there were enough newer runs."""
     newer = {run.at_us for run in runs if run.at_us > at_us and run.decided_us <= decided_us}
     return len(newer) >= RUNS_KEPT and all(run.decided_us <= decided_us for run in own if run.at_us == at_us)

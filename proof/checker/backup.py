@@ -1,11 +1,11 @@
 """Finds which violations a restored backup explains. Pure.
 
-The run keeps the replaced database and the backup. The difference between the two, job by job, is what the backup
-lacks; it is not derived from times. Nothing else is excused. A job that the backup has must be there. If the replaced
-database did not know an acknowledged ack, the ack was lost before the replacement. What was done after the replacement
-must be there at the end.
+The run keeps the replaced database and the backup. What the backup lacks is found by a comparison of the two databases,
+job by job, and not from times. Nothing else is excused. A job that the backup has must also exist at the end of the
+test run. If the replaced database lacks an ack that was answered OK, the ack was lost before the replacement, which is
+a violation. Everything that was done after the replacement must be in the databases at the end.
 
-Times only separate what happened before the database was replaced from what came after.
+Times are used only to separate what happened before the database was replaced from what happened afterwards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NOTHING = Version(rows=(), keys=frozenset(), owned=())
 
 
 class Backup:
-    """The restored backup of a run, if there is one. If there is none, nothing is explained."""
+    """The restored backup of a test run, if there is one. If there is none, no violation is explained."""
 
     def __init__(self, evidence: Evidence) -> None:
         restored = evidence.restored
@@ -36,8 +36,8 @@ class Backup:
         self._to_cancel = {one.job for one in evidence.history.cancels}
         self._keys = replaced.keys | backup.keys
         self._lost_keys = replaced.keys - backup.keys
-        # Lost: schedules and workflows that came to the shard after the backup was made. Second: those that left the
-        # shard after the backup was made, so that each exists twice now.
+        # `lost_…`: schedules and workflows that came to the shard after the backup was made. `second_…`: schedules and
+        # workflows that left the shard after the backup was made, so that each of them exists twice now.
         self.lost_schedules = set(replaced.schedules) - set(backup.schedules)
         self.second_schedules = set(backup.schedules) - set(replaced.schedules)
         self.lost_flows = replaced.flows - backup.flows
@@ -50,13 +50,14 @@ class Backup:
         return job in self._replaced and job not in self._kept
 
     def rewinds(self, job: str) -> bool:
-        """Returns whether the backup has an older state of this job, or lacks it. Also true if the job was leased in
-        both databases, because the lease may have been extended."""
+        """Returns whether the backup has an older state of this job, or lacks the job. Also true if the job was leased
+        in both databases, because the lease may have been extended after the backup was made."""
         row, kept = self._replaced.get(job), self._kept.get(job)
         return row is not None and (row != kept or (row.state is State.LIVE and row.lease is not None))
 
     def revives(self, job: str) -> bool:
-        """Returns whether the job had left the shard since the backup, so that the backup brought a copy of it back."""
+        """Returns whether the job had left the shard after the backup was made, so that the restore brought a copy of
+        the job back."""
         kept = self._kept.get(job)
         return kept is not None and kept.state in {State.LIVE, State.DEAD} and job not in self._stayed
 
@@ -66,8 +67,8 @@ class Backup:
         return [row for job, row in self._replaced.items() if row != self._kept.get(job)]
 
     def is_second(self, row: Row) -> bool:
-        """Returns whether this row is a copy that the backup brought back of a job that lives on another shard, and the
-        copy was ended because a client asked to cancel the job."""
+        """Returns whether this row is a second copy of a job that lives on another shard. The backup brought the copy
+        back, and the copy was cancelled because a client asked to cancel the job."""
         ended = row.shard == self.shard and row.state is State.CANCELLED
         return ended and row.job in self._to_cancel and self.revives(row.job)
 
@@ -76,9 +77,10 @@ class Backup:
 
     def promises(self, enqueue: Enqueue) -> bool:
         """Returns whether the job in this answer must exist. The job may be missing in three cases. The call began
-        before the database was replaced, so the backup may lack the job. Or another shard gave the answer by a dedup
-        key, whose job had moved to the restored shard and is lost. Or another shard gave the answer about a workflow
-        that had left the restored shard, where the finished job of an added node stayed and is lost."""
+        before the database was replaced, so the backup may lack the job. Or another shard gave the answer because it
+        knew the dedup key, and the job of this key had moved to the restored shard and is lost. Or another shard gave
+        the answer because a workflow had left the restored shard, but the finished job of an added node had stayed
+        there and is lost."""
         elsewhere = (
             enqueue.duplicate
             and bool(enqueue.key)
@@ -110,8 +112,8 @@ class Backup:
 
     def was_given_before(self, delivery: Delivery) -> bool:
         """Returns whether the lease was given before the backup was restored. True for all leases of a job that the
-        restore did not change. This matters because attempts after the restore are counted from the state in the
-        backup."""
+        restore did not change. The checker needs to know this because attempts after the restore are counted from the
+        state in the backup."""
         row = self._replaced.get(delivery.lease.job)
         if row is None or not self.rewinds(delivery.lease.job) or delivery.received_s < self.swapped_s:
             return True
@@ -120,7 +122,7 @@ class Backup:
     # ── Times ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def came_after(self, call: Call) -> bool:
-        """Returns whether the replaced database could not be reached any more when the call began."""
+        """Returns whether the call began when the replaced database could not be reached any more."""
         return call.began_s >= self.swapped_s
 
     def was_answered_before(self, call: Call) -> bool:
@@ -132,13 +134,14 @@ class Backup:
         return self.lacks(job) and call.ended_s is not None and call.ended_s >= self._accepting_s
 
     def ends_by(self, job: str, began_s: float) -> float:
-        """Returns the time at which a lease of this job ended because the database was replaced. `began_s`: when the
-        call that got the lease began. Infinity: the replacement did not end the lease."""
+        """Returns the time at which a lease of this job ended because the database was replaced. `began_s`: the time at
+        which the call that got the lease began. Infinity: the replacement did not end the lease."""
         return self.swapped_s if began_s < self.swapped_s and self.rewinds(job) else float("inf")
 
 
 def books_have(row: Row, settle: Settle) -> bool:
-    """Returns whether a job's row contains a settle that was answered OK. True if the row does not show it."""
+    """Returns whether a job's row agrees with a settle that was answered OK. Also true if the row cannot show this
+    settle."""
     verb, number = settle.call.verb, settle.lease.number
     if verb is Verb.EXTEND:
         return True
@@ -158,6 +161,6 @@ def _by_job(version: Version) -> dict[str, Row]:
 
 
 def latest_by_job(rows: Iterable[Row], is_old: Callable[[Row], bool]) -> dict[str, Row]:
-    """Returns one row for each job: an old row only if the job has no other row. A job that has arrived on another
-    shard, for example, may have changed since it departed."""
+    """Returns one row for each job: an old row only if the job has no other row. For example, the row of a departing
+    job is old, because the job may have changed on the other shard since it arrived there."""
     return {row.job: row for row in sorted(rows, key=lambda row: not is_old(row))}

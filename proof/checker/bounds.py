@@ -1,6 +1,7 @@
 """Checks how much a single fault may affect clients, and how large a router may grow (I9).
 
-An orderly restart (SIGTERM) shows clients only UNAVAILABLE. A locked row delays only calls of its own org (I4).
+While a router restarts in an orderly way (SIGTERM), clients see no other error than UNAVAILABLE. A locked row delays
+only calls of the org to which the row belongs (I4).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from proof.history import Call, Outcome, Verb
 # SETTLED_…: the error in the answer to one message of a stream. STREAM_ENDED: the stream ended before the message was
 # answered.
 _RESTART_CODES = frozenset({"UNAVAILABLE", "SETTLED_UNAVAILABLE", "STREAM_ENDED"})
-# Codes that have other causes than the restart of a router.
+# For each verb, the codes that a call may also get for another reason than the restart of a router.
 _OWN_CODES: Mapping[Verb, frozenset[str]] = {
     # The consumer gave its stream a deadline, or wrote to the stream after the stream had ended.
     Verb.CONSUME: frozenset({"DEADLINE_EXCEEDED", "WRITE_FAILED"}),
@@ -42,7 +43,7 @@ def _restart(alone: Alone, evidence: Evidence) -> Iterator[Violation]:
         if call.outcome is Outcome.OK or call.ended_s is None or not alone.began_s <= call.ended_s <= alone.ended_s:
             continue
         if call.code == "DEADLINE_EXCEEDED" and evidence.answer_s_max >= TRY_S:
-            # The machine stalled for so long that clients gave up calls that nothing else delayed.
+            # The machine stalled for so long that clients gave up the call. Nothing else delayed the call.
             continue
         if call.code not in _RESTART_CODES | _OWN_CODES.get(call.verb, frozenset()):
             yield Violation(

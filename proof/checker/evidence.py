@@ -15,7 +15,7 @@ CLOCK_US = round(CLOCK_S * 1e6)
 
 
 class State(enum.StrEnum):
-    """The state of a job as its row says it. LIVE: blocked, scheduled, ready or leased."""
+    """The state of a job in its row. LIVE: blocked, scheduled, ready or leased."""
 
     LIVE = "live"
     SUCCEEDED = "succeeded"
@@ -34,8 +34,8 @@ class Past:
 
 
 class RunName(NamedTuple):
-    """How a job names the run of a schedule that stored it: by the schedule's name, the nominal instant, and the number
-    of the terms (Terms) under which it was stored."""
+    """The name by which a job refers to the run of a schedule that stored the job: the schedule's name, the nominal
+    instant, and the number of the terms (`Terms`) under which the job was stored."""
 
     schedule: str
     at_us: int
@@ -44,7 +44,7 @@ class RunName(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One job, as in a shard's tables."""
+    """One job, as a shard's tables have it."""
 
     job: str
     org: str
@@ -72,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """One workflow, as in a shard's tables."""
+    """One workflow, as a shard's tables have it."""
 
     workflow: str
     org: str
@@ -97,13 +97,13 @@ class Terms:
 
     # The number of these terms, which the jobs stored under them have as an attribute.
     number: int = 0
-    # The interval of the schedule. Its instants are 1970 + n × `every_us` + `offset_us`, for each n for which the
-    # instant lies between the creation and the end of the schedule.
+    # The interval of the schedule. The instants of the schedule are all times 1970 + n × `every_us` + `offset_us`
+    # between its creation and its end, where n is a whole number.
     every_us: int
     offset_us: int = 0
     # The reasons for which the schedule's policies may skip an instant.
     skips_for: frozenset[str]
-    # Whether the overlap policy cancels the job of the run before.
+    # Whether the overlap policy cancels the job of the previous run.
     cancels: bool = False
 
 
@@ -139,13 +139,13 @@ class Backfill:
     began_us: int
     # None: the call was not answered, so it may have been executed at any later time, or not at all.
     ended_us: int | None
-    # How many instants the answer counts. None: there was no answer.
+    # The number of instants in the answer. None: there was no answer.
     instants: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A schedule that the run created, or tried to create. Times are of the shards' clock."""
+    """A schedule that the test run created, or tried to create. Times are of the shards' clock."""
 
     org: str
     name: str
@@ -156,7 +156,7 @@ class Schedule:
     changes: Sequence[Change] = ()
     # The jobs in the answers to calls of TriggerSchedule, by request id. No jobs: the request was not answered.
     triggers: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
-    # Backfills. None of them is made at the same time as another backfill or a change.
+    # Backfills. A backfill is never made at the same time as another backfill or a change.
     backfills: Sequence[Backfill] = ()
     # How many calls were answered NOT_FOUND after a router had said that the schedule exists.
     denied: int = 0
@@ -182,7 +182,8 @@ class OperatedFlow:
     cancelling_s: float | None = None
     # The state of the workflow in the answer to the cancel. Empty: the cancel was not answered.
     ended_as: str = ""
-    # The id of the workflow that retries this one, and whether the call was answered. Empty: nobody retried it.
+    # `retry`: the id of the workflow that retries this one. Empty: nobody retried it. `retried`: whether the call that
+    # retries it was answered.
     retry: str = ""
     retried: bool = False
 
@@ -199,7 +200,7 @@ class Release(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSchedule:
-    """A schedule, as in a shard's tables."""
+    """A schedule, as a shard's tables have it."""
 
     id: str
     org: str
@@ -209,8 +210,8 @@ class StoredSchedule:
 
 
 class Run(NamedTuple):
-    """What a shard once recorded about a run, or about instants that were skipped together, from `at_us` to
-    `through_us` inclusive."""
+    """A record that a shard once had about a run, or about instants that were skipped together. In the second case, the
+    instants are those from `at_us` to `through_us`, both included."""
 
     schedule_id: str
     at_us: int
@@ -219,7 +220,7 @@ class Run(NamedTuple):
     outcome: str
     skipped_for: str | None
     job: str | None
-    # The time at which the transaction began that decided this.
+    # The time at which the transaction that made this decision began.
     decided_us: int
     # The id of the TriggerSchedule request that asked for the run. None: no such request.
     request: str | None = None
@@ -239,7 +240,7 @@ class OrgBooks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """The catalog's placement of slots: at the beginning, or after one step of a move."""
+    """The catalog's placement of slots at the beginning of the test run, or after one step of a move."""
 
     at_s: float
     slots: Sequence[int]
@@ -250,8 +251,8 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owned:
-    """A change of what a shard knows about slots: that it owns them now, that it does not own them any more, or that a
-    chunk of their jobs has left or arrived."""
+    """A change of what a shard knows about slots: the shard now owns the slots, does not own them any more, or has sent
+    or received a chunk of their jobs."""
 
     shard: str
     at_s: float
@@ -260,7 +261,7 @@ class Owned:
     state: str
     epoch: int
     chunk: int
-    # Whether the slot is arriving by a move, and the source still has jobs of it.
+    # Whether a move is bringing the slot to this shard, and the source still has jobs of the slot.
     arriving: bool = False
 
 
@@ -269,7 +270,7 @@ class Found:
     """A router's answers about one org at the end of the run."""
 
     org: str
-    # The id and the state of each job in the answer. A job is here as often as the answer names it.
+    # The id and the state of each job in the answer. If the answer names a job twice, this list has the job twice.
     jobs: Sequence[tuple[str, State]]
     # The router's counts of all jobs of the org.
     counted: Mapping[State, int]
@@ -296,7 +297,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alone:
-    """A fault during which, and for a while before, there was no other fault."""
+    """A fault without any other fault at the same time or shortly before."""
 
     fault: str
     began_s: float
@@ -317,14 +318,14 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """The contents of a shard's database at a time when nobody was connected to it."""
+    """The contents of a shard's database, read while nobody else was connected."""
 
     rows: Sequence[Row]
     keys: frozenset[Key]
     # What the shard had recorded about its slots until that time.
     owned: Sequence[Owned]
     schedules: Sequence[StoredSchedule] = ()
-    # The ids of its workflows. A move also moves workflows, but not their finished jobs.
+    # The ids of the workflows in the database. A move also moves workflows, but not their finished jobs.
     flows: frozenset[str] = frozenset()
 
 
@@ -342,13 +343,13 @@ class Restored:
     """The replacement of a shard's database by an older copy of itself. An operator then accepted the loss."""
 
     shard: str
-    # The copy, and the replaced database in its last state.
+    # `backup`: the older copy. `replaced`: the replaced database in its last state.
     backup: Version
     replaced: Version
     copied_s: float
-    # From this time on, the replaced database could not be reached. Calls that began later used the backup.
+    # The time from which the replaced database could not be reached any more. Calls that began later used the backup.
     swapped_s: float
-    # Between these times, the backup could be reached, and nobody had begun to accept the loss.
+    # Between `back_s` and `accepting_s`, the backup could be reached, and nobody had begun to accept the loss.
     back_s: float
     accepting_s: float
     # The time at which the command that accepts the loss had ended.
@@ -364,17 +365,17 @@ class Evidence:
     books: Sequence[OrgBooks]
     flows: Sequence[Flow] = ()
     operated: Sequence[OperatedFlow] = ()
-    # The releases of nodes, without those of nodes that were stored unblocked.
+    # The releases of nodes. A node that was stored unblocked has no release.
     releases: Sequence[Release] = ()
     schedules: Sequence[Schedule] = ()
     stored_schedules: Sequence[StoredSchedule] = ()
-    # All records of runs that any shard ever had. A move copies runs.
+    # All records of runs that any shard ever had. A move copies these records.
     runs: frozenset[Run] = frozenset()
     # The placements of slots, in the order of the catalog's commits.
     placed: Sequence[Placed] = ()
-    # What shards know about slots; for each shard, in the order of its commits.
+    # The changes of what shards know about slots. The changes of one shard are in the order of its commits.
     owned: Sequence[Owned] = ()
-    # The slots of the orgs that have a slot of their own.
+    # For each org that has its own slot, the number of this slot.
     pins: Mapping[str, int] = field(default_factory=dict[str, int])
     # A router's answers about every org. None: no router was asked.
     found: Sequence[Found] | None = None
@@ -388,10 +389,10 @@ class Evidence:
     resident_bytes: Mapping[int, int] = field(default_factory=dict[int, int])
     # The bound for the resident memory. None: no bound was given.
     resident_bytes_max: int | None = None
-    # From this time on every due job must be delivered on time: faults are over, and earlier leases have ended. None:
-    # deliveries are not checked.
+    # The time from which every due job must be delivered on time, because faults are over and earlier leases have
+    # ended. None: deliveries are not checked.
     calm_s: float | None = None
-    # How late a job may be delivered after calm_s: the sweep interval, and what the machine may add.
+    # How late a job may be delivered after `calm_s`: the sweep interval, plus the delay that a slow machine may cause.
     late_s_max: float = 0.0
     # Whether no process was killed, and every client shut down properly.
     faultless: bool = False
@@ -401,5 +402,5 @@ class Evidence:
 class Violation:
     invariant: str
     what: str
-    # True: a restored backup explains what happened, so it does not count as a violation.
+    # True: a restored backup explains this, so it does not count as a violation.
     excused: bool = False

@@ -1,8 +1,8 @@
 """Checks runs without faults: each job comes to a worker at most once, and exactly the jobs that came to a worker have
 succeeded.
 
-A cluster promises less: a job may come again after a lease has ended. But nothing ends a lease early if no process is
-killed and every worker ends in an orderly way.
+A cluster promises less: a job may come again after a lease has ended. But if no process is killed and every worker ends
+in an orderly way, no lease ends before its job is settled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks that routers never use an invalid cluster file, and use a valid one soon."""
+"""Checks that routers never use an invalid cluster file, and that they soon use a new file that is valid."""
 
 from __future__ import annotations
 

@@ -3,12 +3,12 @@
 A client does not see the whole life of a lease: the lease began before the job arrived, and ended at a moment that only
 the shard knows. But three things are certain.
 
-- A settle or an extend that was answered OK found the lease live, and so did an addition of nodes to the job's
-  workflow. So the lease was live at least until that call began. If the call was repeated, the lease was live at least
-  until the first try began: a repeated ack is answered OK because the first try acked the job.
-- A lease that a Dequeue gave lasts at least for its window, counted from the beginning of the call, which is earlier
-  than the beginning of the lease. It lasts longer if it was extended. It lasts less only if its holder ends it, or
-  somebody cancels the job. This does not hold for a stream's lease, because nobody knows when it began.
+- A settle, an extend or an addition of nodes is answered OK only if it finds the lease live. So the lease was live at
+  least until that call began. If the call was repeated, the lease was live at least until the first try began: a
+  repeated ack is answered OK because the first try acked the job.
+- A lease that a Dequeue gave lasts at least until its window has passed since the beginning of the call, because the
+  lease begins later than the call. Only the holder of the lease, or a cancel of the job, ends the lease earlier. The
+  lease of a job that came on a stream is excluded, because nobody knows when such a lease began.
 - Only the consumer that has read a job gives it back. A router gives back only jobs that no consumer has read.
 
 A job's attempts are numbered, so it is known which of two leases with different numbers is later. If the job arrived
@@ -31,7 +31,7 @@ from proof.checker.moves import Moves
 from proof.checker.workflows import by_operators
 from proof.history import ENDED, Answer, Call, Cancel, Delivery, LeaseKey, Outcome, Settle, Verb
 
-# Outcomes in a job's history, and the calls that lead to each.
+# For each outcome in a job's history, the calls that lead to it.
 _OUTCOMES = {"acked": (Verb.ACK,), "nacked": (Verb.NACK, Verb.KILL), "released": (Verb.RELEASE,)}
 
 
@@ -47,8 +47,8 @@ def check(evidence: Evidence) -> Iterator[Violation]:
             call = replace(added.call, verb=Verb.EXTEND)
             settles[added.lease].append(Settle(call=call, lease=added.lease, answer=Answer.OK))
         # Like a release, a wait ends the lease, and the attempt does not count. While the org moves, the router first
-        # stores the nodes on one shard and then ends the lease on the other shard, where the lease may have ended by
-        # itself meanwhile.
+        # stores the nodes on one shard and then ends the lease on the other shard, where the lease may have expired
+        # before.
         if added.may_end_lease:
             call = replace(added.call, verb=Verb.RELEASE)
             answer = Answer.OK if added.waits and not moves.may_move(call) else None
@@ -97,8 +97,8 @@ def check(evidence: Evidence) -> Iterator[Violation]:
 
 
 def _by_schedules(evidence: Evidence) -> Iterator[Cancel]:
-    """Yields the cancels by schedules with an overlap policy that cancels the job of the run before. Routers made these
-    cancels, at unknown times."""
+    """Yields the cancels that schedules caused because their overlap policy cancels the job of the previous run.
+    Routers made these cancels, at unknown times."""
     cancelling = {
         (schedule.org, schedule.name)
         for schedule in evidence.schedules
@@ -124,7 +124,8 @@ def _overlaps(
     cancelled_s = min((cancel.call.began_s for cancel in cancels), default=float("inf"))
     for earlier in of_job:
         live_until_s = _live_until_s(earlier, settles[earlier.lease], cancelled_s, slack_s=slack_s)
-        # The time at which the replacement of the database ended the lease. Later answers come from the backup.
+        # The time at which the replacement of the database ended the lease. Answers after this time come from the
+        # backup.
         went_s = backup.ends_by(earlier.lease.job, earlier.call.began_s)
         for later in of_job:
             if _is_later(later, earlier, backup) and later.received_s < live_until_s:
@@ -137,8 +138,8 @@ def _overlaps(
 
 
 def _is_later(one: Delivery, other: Delivery, backup: Backup) -> bool:
-    """Returns whether one delivery is later than the other, by their attempt numbers. After a restore, the numbers
-    start again from an older value."""
+    """Returns whether `one` came later than `other`, according to their attempt numbers. After a restore, the numbers
+    continue from an older value."""
     before = backup.was_given_before(other)
     return one.attempt > other.attempt if backup.was_given_before(one) == before else before
 
@@ -151,7 +152,8 @@ def _live_until_s(delivery: Delivery, settles: Sequence[Settle], cancelled_s: fl
     """Returns the time until which the lease was certainly live, or minus infinity if nothing is certain."""
     extends = [one for one in settles if one.call.verb is Verb.EXTEND and one.answer is Answer.OK]
     ends = [one for one in settles if one.call.verb is not Verb.EXTEND]
-    # The arrival of the job proves nothing: the consumer may have been frozen meanwhile.
+    # The time at which the job arrived proves nothing, because the consumer may have been frozen before it read the
+    # job.
     until_s = max((one.call.began_s for one in extends), default=float("-inf"))
     for verb in {one.call.verb for one in ends if one.answer is Answer.OK}:
         until_s = max(until_s, min(one.call.began_s for one in ends if one.call.verb is verb))
@@ -169,9 +171,10 @@ def _after_the_end(
     cancels: Sequence[Cancel],
     backup: Backup,
 ) -> Iterator[Violation]:
-    """Yields deliveries of jobs that were already finished, dead or cancelled."""
-    # For each end of the job: the verb of the call that ended the job, the time at which this call was answered, the
-    # attempt, whether a restored backup lacks the end, and whether the end belongs to the time before the restore.
+    """Yields a violation for each delivery of a job that was already finished, dead or cancelled."""
+    # Each tuple is one end of the job. It has the verb of the call that ended the job, the time at which this call was
+    # answered, and the attempt. The last two fields say whether a restored backup lacks this end, and whether the end
+    # belongs to the time before the restore.
     ends: list[tuple[Verb, float | None, int, bool, bool]] = [
         (
             settle.call.verb,
@@ -220,8 +223,8 @@ def _refused(
     *,
     slack_s: float,
 ) -> Iterator[Violation]:
-    """Yields acks that were answered STALE within the window of a Dequeue, although no other call had settled or
-    cancelled the job."""
+    """Yields a violation for each ack that was answered STALE within the window of a Dequeue, although no other call
+    had settled or cancelled the job."""
     for delivery in of_job:
         if delivery.call.verb is not Verb.DEQUEUE:
             continue
@@ -256,7 +259,7 @@ def _two_ends(settles: defaultdict[LeaseKey, list[Settle]], backup: Backup) -> I
 
 
 def _used_after_the_end(settles: defaultdict[LeaseKey, list[Settle]], backup: Backup) -> Iterator[Violation]:
-    """Yields extends and additions that were answered OK after the lease had ended."""
+    """Yields a violation for each extend or addition that was answered OK after the lease had ended."""
     for lease, of_lease in settles.items():
         for end in filter(answered_ok, of_lease):
             for use in of_lease:
@@ -270,7 +273,7 @@ def _used_after_the_end(settles: defaultdict[LeaseKey, list[Settle]], backup: Ba
 
 
 def _in_order(row: Row) -> Iterator[Violation]:
-    """Yields leases that began before the previous lease had ended, by the shard's clock."""
+    """Yields a violation for each lease that, by the shard's clock, began before the previous lease had ended."""
     for earlier, later in pairwise(row.past):
         if later.leased_at_us < earlier.ended_at_us:
             yield _violation(f"job {row.job}: by the books lease {later.lease} began before {earlier.lease} had ended")
@@ -280,8 +283,8 @@ def _in_order(row: Row) -> Iterator[Violation]:
 
 
 def _unasked(row: Row, settles: Mapping[LeaseKey, Sequence[Settle]], read: Collection[LeaseKey]) -> Iterator[Violation]:
-    """Yields ends of attempts in a job's history that no client asked for, or that were refused to all clients that
-    asked."""
+    """Yields a violation for each attempt in a job's history that has ended although no client asked for this end, or
+    although all clients that asked were refused."""
     done = [(past.lease, past.outcome) for past in row.past]
     if row.state is State.SUCCEEDED and row.lease is not None:
         done.append((row.lease, "acked"))

@@ -1,4 +1,4 @@
-"""Says when an org was moving, by the journal of the catalog (proof/journal.py). Pure."""
+"""Tells from the journal of the catalog (proof/journal.py) when an org was moving. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shard.vocabulary import OrgId
 
 
 class Moves:
-    """The times during which the jobs of an org could be on two shards."""
+    """Knows when the jobs of an org could be on two shards."""
 
     def __init__(self, evidence: Evidence) -> None:
         self._pins = evidence.pins
@@ -28,8 +28,8 @@ class Moves:
                     spans[-1] = (spans[-1][0], now.at_s)
 
     def may_move(self, call: Call) -> bool:
-        """Returns whether the org of the call may have been moving during the call. An org that has a slot of its own
-        may have got this slot during the run."""
+        """Returns whether the org of the call may have been moving during the call. Considers the slot of the org's
+        hash and also the org's own slot, because the org may have got its own slot during the test run."""
         by_hash = slot_of(OrgId(call.org))
         slots = {by_hash, self._pins.get(call.org, by_hash)}
         ended_s = float("inf") if call.ended_s is None else call.ended_s

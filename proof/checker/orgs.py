@@ -13,7 +13,7 @@ from proof.checker.workflows import added_names
 def check(evidence: Evidence) -> Iterator[Violation]:
     owner = {enqueue.job: enqueue.call.org for enqueue in evidence.history.enqueues}
     backup = Backup(evidence)
-    # The payload of a schedule's job names the schedule. The payload of an added node's job names the node.
+    # The payload of a job that a schedule stored names the schedule. The payload of an added node's job names the node.
     named = {row.job: {row.run.schedule} for row in evidence.rows if row.run is not None} | added_names(evidence)
     for delivery in evidence.history.deliveries:
         job, asker = delivery.lease.job, delivery.call.org
@@ -21,7 +21,8 @@ def check(evidence: Evidence) -> Iterator[Violation]:
             yield Violation(invariant="I4", what=f"job {job} of {delivery.payload_org} came to a consumer of {asker}")
         elif delivery.payload_job not in named.get(job, {job}):
             what = f"job {job} came with the payload of {delivery.payload_job}"
-            # If the backup lacks an added node, the next added node gets the same number, and its job gets the same id.
+            # If the backup lacks an added node, the node that is added next gets the same number, so its job gets the
+            # same id.
             yield Violation(invariant="I4", what=what, excused=backup.lacks(job))
     for row in evidence.rows:
         if owner.get(row.job, row.org) != row.org:

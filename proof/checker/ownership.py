@@ -1,9 +1,9 @@
 """Checks I6: at all times every slot has one writer and at most one owner, and its jobs are on shards on which routers
 look for them.
 
-Uses the journals of the databases, in the order of their commits (proof/journal.py). The journal notes the end of a
-shard's ownership before this change commits. The next shard's ownership begins only after that commit. So, by one
-clock, the first ownership never ends later than the next one begins.
+Uses the journals of the databases, in the order of their commits (proof/journal.py). The journal records the end of a
+shard's ownership before the transaction that ends it commits. The next shard's ownership begins only after that commit.
+So, by one clock, an ownership always ends before the next one begins, or at the same time.
 
 A shard whose backup was restored has two histories. The history of the replaced database ends with the replacement. The
 history of the backup continues, but the shard owns nothing until an operator accepts the loss.
@@ -78,9 +78,9 @@ def _follows(before: Placed, now: Placed) -> bool:
 
 
 def _epochs(owned: Sequence[Owned], restored: Restored | None = None) -> Iterator[Violation]:
-    """Yields wrong changes of what a shard knows. A shard never goes back to an older epoch of a slot, never opens a
-    closed slot again with the same epoch, and takes chunks one after another. But a restored shard may skip the chunks
-    that it has lost, when an operator accepts the loss."""
+    """Yields a violation for each wrong change of what a shard knows about its slots. A shard never goes back to an
+    older epoch of a slot, never opens a closed slot again with the same epoch, and takes chunks one after another. But
+    a restored shard may skip the chunks that it has lost, when an operator accepts the loss."""
     known: dict[tuple[str, int], Owned] = {}
     for now in owned:
         wrong: defaultdict[str, list[int]] = defaultdict(list)
@@ -100,8 +100,8 @@ def _epochs(owned: Sequence[Owned], restored: Restored | None = None) -> Iterato
 
 
 def _ends_arrival(before: Owned, now: Owned) -> bool:
-    """Returns whether this change only ends the arrival of a slot: the source has no more jobs of the slot, so groups
-    get their group slots on this shard."""
+    """Returns whether this change only ends the arrival of a slot. The arrival ends when the source has no more jobs of
+    the slot; groups then get their group slots on this shard."""
     return before.arriving and not now.arriving and now.chunk == before.chunk
 
 
@@ -126,7 +126,7 @@ def _one_owner(owned: Sequence[Owned], *, slack_s: float) -> Iterator[Violation]
                     tenure = _Tenure(shard=now.shard, epoch=now.epoch, from_s=now.at_s)
                     open_ones[now.shard, slot] = tenure
                     tenures[slot].append(tenure)
-                # If the epoch rises without an end in between, the shard owned the slot all the time.
+                # If the epoch rises and the ownership did not end before, the shard has owned the slot all the time.
                 tenure.epoch = now.epoch
             elif tenure is not None:
                 del open_ones[now.shard, slot]
@@ -149,8 +149,8 @@ def _is_accepted(now: Owned, restored: Restored) -> bool:
 
 
 def _as_obeyed(owned: Sequence[Owned], restored: Restored) -> list[Owned]:
-    """Returns the changes that counted as each shard's knowledge, in their order. Between the replacement and the
-    acceptance, the restored shard counted as the owner of nothing."""
+    """Returns, in their order, the changes that decided what each shard was treated as the owner of. Between the
+    replacement and the acceptance, the restored shard was treated as the owner of nothing."""
     others = [now for now in owned if now.shard != restored.shard]
     since = [now for now in owned if now.shard == restored.shard and now.at_s >= restored.accepted_s]
     by_then = [now for now in owned if now.shard == restored.shard and now.at_s < restored.accepted_s]
@@ -169,12 +169,12 @@ def _owns(owned: Sequence[Owned], *, state: str, at_s: float) -> list[Owned]:
 
 
 def _at_rest(evidence: Evidence) -> Iterator[Violation]:
-    """Yields slots that still move, slots whose owner does not know that it owns them, and slots that a wrong shard
-    owns."""
+    """Yields violations for slots that still move, for slots whose owner does not know that it owns them, and for slots
+    that a wrong shard owns."""
     placed = {slot: now for now in evidence.placed for slot in now.slots}
     owned = {(now.shard, slot): now for now in evidence.owned for slot in now.slots}
-    # If an org was pinned to the shard that it lived on, that shard may not know the org's own slot until the org
-    # moves.
+    # If an org was pinned to the shard on which it lived already, this shard may not know the org's own slot until the
+    # org moves.
     moved = {slot for now in evidence.placed if len(now.reads) > 1 for slot in now.slots}
     shards = {now.shard for now in evidence.owned}
     wrong: defaultdict[str, list[int]] = defaultdict(list)
@@ -202,7 +202,7 @@ def _at_rest(evidence: Evidence) -> Iterator[Violation]:
 
 
 def _astray(evidence: Evidence) -> Iterator[Violation]:
-    """Yields jobs on a shard where no router looks for them."""
+    """Yields violations for jobs on a shard where no router looks for them."""
     placed = {slot: now for now in evidence.placed for slot in now.slots}
     if not placed:
         return

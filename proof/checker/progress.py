@@ -1,8 +1,8 @@
 """Checks I7: after all faults are healed, every due job reaches a consumer soon.
 
-A job is due at the latest when its enqueue was answered, when the delay of a nack or release was over, or when the
-window of its lease was over. It may then wait behind other jobs of its org. It is late if it was due for longer than
-the bound while no job of the org was delivered.
+At the latest, a job is due when its enqueue has been answered, when the delay of a nack or release is over, or when the
+window of its lease is over. A due job may wait behind other jobs of its org. A job is late if it was due for longer
+than the bound while no job of the org was delivered.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _late(evidence: Evidence, calm_s: float) -> Iterator[Violation]:
     settles: defaultdict[LeaseKey, list[Settle]] = defaultdict(list)
     for settle in history.settles:
         settles[settle.lease].append(settle)
-    # Leases after which the job may have waited for nodes. Nobody knows when these jobs were due again.
+    # Leases that may have ended because the job waits for nodes. Nobody knows when such a job was due again.
     waited = {one.lease for one in history.additions if one.may_end_lease}
     came: defaultdict[str, list[float]] = defaultdict(list)
     of_jobs: defaultdict[str, list[Delivery]] = defaultdict(list)
@@ -70,7 +70,7 @@ def _late(evidence: Evidence, calm_s: float) -> Iterator[Violation]:
         of_jobs[delivery.lease.job].append(delivery)
 
     for job, of_job in of_jobs.items():
-        # If the enqueue was not answered, the time of the first delivery proves nothing.
+        # If the enqueue was not answered, it is not known when the job was due first.
         due_s = first_due_s.get(job, float("inf"))
         for delivery in of_job:
             if delivery.received_s > calm_s:

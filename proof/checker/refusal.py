@@ -1,7 +1,7 @@
 """Checks two things. If a shard's database went back in time, routers refuse the shard until an operator accepts the
 loss. And routers refuse no other shard.
 
-The check covers the time when all of this was true: all routers knew of marks that the backup lacks, the backup's
+The check covers only the time when three conditions held: all routers knew of marks that the backup lacks, the backup's
 database could be reached, and nobody had begun to accept the loss. There was no other fault in this time.
 """
 
@@ -67,7 +67,7 @@ def _orgs(evidence: Evidence, restored: Restored) -> tuple[set[str], set[str]]:
     for org in {call.org for call in evidence.history.calls}:
         by_hash = slot_of(OrgId(org))
         own = by_slot.get(evidence.pins.get(org, by_hash), [])
-        # If the org got a slot of its own only after the database was replaced, use its hash slot.
+        # If the org got its own slot only after the database was replaced, use the slot of its hash.
         slots = own if own and own[0].at_s < restored.swapped_s else by_slot.get(by_hash, [])
         before = [now for now in slots if now.at_s < restored.swapped_s]
         meanwhile = [now for now in slots if restored.swapped_s <= now.at_s < restored.accepting_s]

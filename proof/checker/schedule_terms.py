@@ -1,5 +1,5 @@
-"""Works out what operators' calls mean for a schedule: its instants, the terms that may have been in force, and its
-pauses.
+"""Computes from operators' calls the instants of a schedule, the terms that may have been in force, and the pauses of
+the schedule.
 
 A call took effect at some moment between its beginning and its answer. If it was not answered, it may have taken effect
 at any later time.
@@ -18,7 +18,7 @@ RUNS_KEPT = 20
 
 
 def find_instants(schedule: Schedule, created_us: int) -> tuple[set[int], set[int]]:
-    """Returns the instants that must have been decided, and the instants that may have been decided."""
+    """Returns two sets: the instants that must have been decided, and the instants that may have been decided."""
     ends_us = schedule.ends_us
     # For each set of terms: the earliest time at which the terms may have come into force, and the time from which they
     # certainly were in force.
@@ -57,7 +57,8 @@ def in_force(schedule: Schedule, at_us: int) -> list[Terms]:
 
 
 def between(schedule: Schedule, began_us: int, ended_us: int | None) -> list[Terms]:
-    """Returns the terms that may have been in force when a call with this beginning and this end was executed."""
+    """Returns the terms that may have been in force when a call was executed that began at `began_us` and ended at
+    `ended_us`."""
     found, unanswered = [schedule.terms], list[Terms]()
     for alter_began_us, alter_ended_us, terms in schedule.alterations:
         if ended_us is not None and alter_began_us > ended_us:
@@ -72,8 +73,8 @@ def between(schedule: Schedule, began_us: int, ended_us: int | None) -> list[Ter
 
 
 def certain_pauses(changes: Sequence[Change]) -> list[tuple[int, int]]:
-    """Returns the times, with beginning and end, in which a schedule or a workflow was certainly paused. A workflow's
-    cancel ends its pause."""
+    """Returns the beginning and the end of each time in which a schedule or a workflow was certainly paused. A cancel
+    of a workflow also ends its pause."""
     pauses: list[tuple[int, int]] = []
     since_us: int | None = None
     for one in changes:
@@ -90,8 +91,8 @@ def certain_pauses(changes: Sequence[Change]) -> list[tuple[int, int]]:
 
 def latest_us(changes: Sequence[Change], begin: ChangeKind, end: ChangeKind) -> int:
     """Returns the latest time at which a state, such as a pause, may have been in force. Calls of the kind `begin`
-    begin this state, and calls of the kind `end` end it. If both kinds are the same, returns the latest time at which
-    such a call may have been executed. Returns −1 if there was no call of the kind `begin`."""
+    begin this state, and calls of the kind `end` end it. If `begin` and `end` are equal, returns the latest time at
+    which a call of this kind may have been executed. Returns −1 if there was no call of the kind `begin`."""
     until_us = -1
     for one in changes:
         if one.kind is end and one.ended_us is not None and until_us == FOREVER_US:

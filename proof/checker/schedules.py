@@ -1,17 +1,18 @@
-"""Checks I10: each instant of a schedule, from its creation to its end, was stored as one job, or skipped for a reason
-that its policies allow. This also holds while operators pause, resume, alter and trigger the schedule. Instants of a
-pause are skipped.
+"""Checks I10: each instant between the creation and the end of a schedule was stored as one job, or skipped for a
+reason that the schedule's policies allow. This also holds while operators pause, resume, alter and trigger the
+schedule. Instants of a pause are skipped.
 
 The shards record each run in the transaction that stores it, and a move copies the record. So two different records of
-one instant are two decisions, except for a run that waited: such a run has one record from when it was buffered, and
-one from when it was stored. The job that a record names must exist, and each job that names a run must have a record.
-Schedules end before the backup is made, so the backup lacks no runs. But it lacks schedules and dead jobs that moved to
-the shard after the backup was made, and contains schedules that moved away after that.
+one instant are two decisions. The exception is a run that waited: one record was made when the run was buffered, and
+one when it was stored. The job that a record names must exist, and each job that names a run must have a record.
+Schedules end before the backup is made, so the backup lacks no runs. But the backup lacks schedules and dead jobs that
+moved to the shard after the backup was made. And it contains schedules that moved away afterwards.
 
 A call of an operator took effect at some moment between its beginning and its answer. If it was not answered, it may
 have taken effect at any later time. So a pause is certain only until the first unanswered call that may have resumed
 the schedule. Instants are certain only until the first unanswered call that may have altered the schedule. Operators
-make one call after another. Their clock is that of the shards, because all processes of a run are on one machine.
+make one call after another. Operators and shards have the same clock, because all processes of a run are on one
+machine.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def _decided(
 ) -> Iterator[Violation]:
     must, may = find_instants(schedule, stored.created_us)
     pauses = certain_pauses(schedule.changes)
-    # For each instant the jobs and the reasons of the decisions that the schedule itself made; "" for a run that still
-    # waits.
+    # For each instant, what the schedule itself decided: the id of a job, or the reason of a skip. "" stands for a run
+    # that still waits.
     decided: defaultdict[int, set[str]] = defaultdict(set)
     own, backfilled = backfills.split(runs)
     for run in runs:
@@ -93,7 +94,7 @@ def _decided(
     for at_us in sorted(must - decided.keys() - {run.at_us for run in backfilled}):
         yield _wrong(schedule, at_us, "it was neither stored nor skipped")
     for at_us, fates in sorted(decided.items()):
-        # A run that has waited has a second record, from when it was stored.
+        # If a run has waited, its second record was made when the run was stored.
         last = fates - {""}
         if at_us not in may:
             yield _wrong(schedule, at_us, "its calendar has no such instant")
@@ -151,7 +152,7 @@ def _triggered(schedule: Schedule, runs: Sequence[Run]) -> Iterator[Violation]:
                 invariant="I10", what=f"{_named(schedule)}: its run with job {job}, which was triggered, is not stored"
             )
         for first_us, second_us in pairwise(sorted(made.values())):
-            # A repeated call is recognised while its run is among the newest runs.
+            # A repeated call is recognised as long as the run that it triggered is among the newest runs.
             if len({run.at_us for run in runs if first_us < run.at_us < second_us}) < RUNS_KEPT:
                 yield _wrong(schedule, second_us, f"the run that call {request} had triggered was stored again")
     for request, made in of_request.items():

@@ -1,12 +1,12 @@
 """Checks I11 for nodes that wait for signals. The first signal ends its node as succeeded, once, and its payload is the
 result of the node's job. A node without a signal fails only after its time is over. No consumer gets the job.
 
-A signal that was answered OK may have no effect. This happens if the signal came before the end of the nodes that its
-node waits for, and somebody then cancelled the job or the workflow. A cancel that was not answered may be executed at
-any later time.
+A signal that was answered OK may have no effect. This happens if the signal came before the parents of its node had
+ended, and if somebody then cancelled the job or the workflow. A cancel that was not answered may be executed at any
+later time.
 
-A node's time counts from the transaction that releases it, by the shard's clock. This transaction is no earlier than
-the time at which the node's job was stored.
+A node's time counts from the transaction that releases it, by the shard's clock. This transaction does not begin before
+the node's job was stored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from proof.history import Answer, Outcome, Signal
 
 # Errors that a signal never gets, because each signal is given to a node that exists and waits for a signal.
 _WRONG_CODES = frozenset({"NOT_FOUND", "INVALID_ARGUMENT"})
-# The error if the node has ended without a signal, or will end without one.
+# The error for a signal to a node that has ended, or will end, without a signal.
 _REFUSED = "FAILED_PRECONDITION"
 
 
@@ -54,7 +54,7 @@ def check(evidence: Evidence) -> Iterator[Violation]:
         for one in signals:
             if one.call.code in _WRONG_CODES:
                 yield _wrong(job, f"waits for a signal, which got {one.call.code}", excused=excused)
-        # Other checks report jobs that are nowhere, or have not ended.
+        # Other checks report jobs that are missing, or that have not ended.
         if job in rows and rows[job].state is not State.LIVE:
             begins_us = max(rows[job].stored_us, released_us.get(job, 0))
             until_us = begins_us + round(timeout_s * 1e6)
@@ -97,8 +97,8 @@ def _wrong_end(row: Row, signals: Sequence[Signal], *, until_us: int, was_cancel
 
 
 def _timeouts(evidence: Evidence, lost: Mapping[str, LostJob]) -> dict[str, float]:
-    """Returns for how long nodes wait for signals, by the ids of their jobs. A retry repeats the nodes of its
-    workflow."""
+    """Returns for how long nodes wait for signals, by the ids of their jobs. A retry has the same nodes as the workflow
+    that it retries."""
     by_name = {one.job: one.timeout_s for one in evidence.history.enqueues if one.timeout_s is not None}
     of_flows = {job: name for flow in evidence.flows for job, name in flow.names.items() if name in by_name}
     of_lost = {job: one.node for job, one in lost.items() if one.node in by_name}
@@ -111,7 +111,8 @@ def _by_job(evidence: Evidence) -> dict[str, list[Signal]]:
     retries = {one.retry for one in evidence.operated}
     given: defaultdict[str, list[Signal]] = defaultdict(list)
     for one in evidence.history.signals:
-        # Nodes of a start have the ids of their jobs as names. The jobs of a retry that is lost are not known.
+        # Nodes of a workflow's start have the ids of their jobs as names. If the tables lack a retry, its jobs are not
+        # known.
         if (one.workflow, one.node) in jobs or one.workflow not in retries:
             given[jobs.get((one.workflow, one.node), one.node)].append(one)
     return dict(given)

@@ -44,10 +44,11 @@ def _lost(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
 
 
 def _overlooked(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
-    """Yields calls that were answered NOT_FOUND although the job had been acknowledged or delivered before."""
+    """Yields a violation for each call that was answered NOT_FOUND although the job had been acknowledged or delivered
+    before."""
     history = evidence.history
     known_s: dict[str, float] = {}
-    # The time at which the job was known to be stored again, after a backup was restored.
+    # For each job that was stored again after a restore, the time from which clients knew this.
     known_again_s: dict[str, float] = {}
     for job, again, at_s in (
         *((one.answered, backup.promises(one), one.call.ended_s) for one in history.enqueues if one.answered),
@@ -72,8 +73,8 @@ def _overlooked(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
 
 
 def _found(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
-    """Yields a violation for each job that a router finds never or more than once, or in another state than the tables
-    say."""
+    """Yields a violation for each job that a router does not find, finds more than once, or finds in another state than
+    the tables."""
     if evidence.found is None:
         return
     rows: defaultdict[str, list[Row]] = defaultdict(list)
@@ -110,9 +111,9 @@ def _doubled(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     for job, copies in Counter(row.job for row in there).items():
         if copies > 1:
             what = f"job {job} is stored {copies} times"
-            # Excused: the job had left the shard, the backup brought a copy back, and the copy was then cancelled.
+            # Excused if the job had left the shard, the backup brought a copy back, and the copy was then cancelled.
             yield Violation(invariant="I3", what=what, excused=seconds[job] == 1 and copies == 2)
-    # Only one call may be told that it stored the job.
+    # Only one call may get the answer that it has stored the job.
     news: defaultdict[str, list[Call]] = defaultdict(list)
     for enqueue in enqueues:
         if enqueue.answered is not None and not enqueue.duplicate:
@@ -141,9 +142,11 @@ def _doubled(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
 
 
 def _keys(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
-    """Yields dedup keys that stand for several jobs. A key's window is longer than a run, so there must be one job."""
+    """Yields a violation for each dedup key that stands for several jobs. The window of a key is longer than the whole
+    test run, so there must be only one job."""
     answered: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
-    # For each key, the jobs for which the key must still count after the restore, even if the backup lacks some jobs.
+    # For each key, the jobs for which the key must still count after the restore, even though the backup lacks some
+    # jobs.
     standing: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
     for enqueue in evidence.history.enqueues:
         if enqueue.key and enqueue.answered is not None:

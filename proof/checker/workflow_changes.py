@@ -1,5 +1,5 @@
 """Checks I11 for workflows that operators change. A paused workflow releases no node. After a workflow is cancelled, it
-runs only nodes that were leased before. A retry runs again each node that had not succeeded, and no other node.
+runs only nodes that were leased before. A retry runs the nodes that had not succeeded, and no other nodes.
 
 The shards record each release of a node in the transaction of the release. A pause is certain from the answer to its
 call until the beginning of the call that ends it. Times are of the shards' clock.
@@ -98,8 +98,8 @@ def _changed(
 def _edges_of_waits(
     old: Flow, waits: Sequence[Addition], after: Mapping[str, Sequence[str]]
 ) -> dict[str, Sequence[str]]:
-    """Returns, for each node whose job has waited for nodes that it had added, the names of all nodes that it waits
-    for. A retry of the workflow repeats these edges."""
+    """Returns the new edges of nodes whose jobs have waited for nodes that they had added: for each of these nodes, the
+    names of all nodes that it waits for. A retry of the workflow repeats these edges."""
     edges: dict[str, Sequence[str]] = {}
     for wait in waits:
         name = old.names.get(wait.lease.job)
@@ -146,8 +146,8 @@ def _retried(
         if flow.state == "running":
             yield _wrong(flow, "it has not ended", excused=excused)
     for name, job in jobs.items():
-        # A node that was taken over ran in the other workflow, perhaps after this parent had failed there. The node
-        # does not wait for the parent, which runs again in this workflow.
+        # Skip a node that this workflow took over: it ran in the other workflow, perhaps after the parent had failed
+        # there. It does not wait for the parent, which runs again in this workflow.
         if job in old.nodes:
             continue
         first_us = min((at_us for row in rows.get(job, ()) for at_us in _leases(row)), default=None)

@@ -1,11 +1,11 @@
 """Checks I11: each end of a node counts exactly once. So no node runs before its parents have ended, and no node waits
-for ever. This is also checked for nodes that jobs have added to their workflow. Each of them that was acknowledged
-exists once, and callbacks wait for it too. If a job waits for nodes that it has added, it is not leased again before
-they have ended.
+for ever. The same is checked for nodes that jobs have added to their workflow. Each acknowledged node exists once, and
+callbacks wait for it too. If a job waits for nodes that it has added, it is not leased again before they have ended.
 
 Clients only start workflows whose nodes run even if their parents failed. Clients record a settle or a cancel before
-they make the call. So a node has come too early if it arrives before any such call for one of its parents. A job's
-payload names its node. The nodes of a workflow's start have the ids of their jobs as names.
+they make the call. So the job of a node has come too early if, for one of the node's parents, nobody has recorded a
+settle or a cancel before. A job's payload names its node. The nodes of a workflow's start have the ids of their jobs as
+names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _JOBS = {
 }
 # The calls that end a job. A nack ends the job at the last attempt.
 _ENDING = frozenset({Verb.ACK, Verb.NACK, Verb.KILL})
-# How many characters of an id are its time.
+# The time in an id is the first 13 characters of its text.
 _TIME = 13
 # Errors that an addition never gets. All jobs choose different names for nodes, each lease belongs to a node of a
 # workflow that exists, and no job waits for nodes that may wait for this job. The last two codes mean the same: the
@@ -105,14 +105,15 @@ class LostJob(NamedTuple):
     """A job in the tables whose workflow the tables lack."""
 
     workflow: str
-    # The name of its node. Empty: a job of the workflow has added the node, so only its number is known.
+    # The name of the job's node. Empty: a job of the workflow has added the node, so only the number of the node is
+    # known.
     node: str
 
 
 def lost_jobs(evidence: Evidence) -> dict[str, LostJob]:
-    """Returns, by id, the jobs in the tables whose workflows the tables lack. Such a job stayed on another shard, or
-    came from there later. The ids are computed, because no client learns the ids of all jobs of a retry, or of all
-    nodes that jobs add."""
+    """Returns, by id, the jobs in the tables whose workflows the tables lack. A job of a lost workflow stayed on
+    another shard, or came from there later. The ids are computed, because no client learns the ids of all jobs of a
+    retry, or of all nodes that jobs add."""
     there = {flow.workflow for flow in evidence.flows}
     started: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for enqueue in evidence.history.enqueues:
@@ -121,10 +122,10 @@ def lost_jobs(evidence: Evidence) -> dict[str, LostJob]:
     added: defaultdict[str, set[str]] = defaultdict(set)
     for addition in evidence.history.additions:
         added[addition.workflow].update(addition.nodes)
-    # A retry repeats the numbers of the nodes.
+    # The nodes of a retry have the same numbers as the nodes of the retried workflow.
     origins = {workflow: workflow for workflow in (*started, *added)}
     origins |= {one.retry: one.workflow for one in evidence.operated if one.retry}
-    # The time in a job's id is the time in the id of its workflow.
+    # The id of a job begins with the same time as the id of the job's workflow.
     by_time: defaultdict[str, set[str]] = defaultdict(set)
     for row in evidence.rows:
         by_time[row.job[:_TIME]].add(row.job)
@@ -140,10 +141,10 @@ def lost_jobs(evidence: Evidence) -> dict[str, LostJob]:
 
 
 def by_operators(evidence: Evidence) -> Iterator[tuple[str, Cancel]]:
-    """Yields the cancels that operators caused, each with the name of its node. An operator who cancels a workflow
-    cancels its jobs, but not its callbacks. An operator who then retries the workflow cancels its dead callbacks. If
-    the tables lack the workflow, its jobs are those that clients know and those of `lost_jobs`; `check` reports this
-    case."""
+    """Yields the cancels that operators caused, each with the name of the cancelled job's node. An operator who cancels
+    a workflow cancels its jobs, but not its callbacks. An operator who then retries the workflow cancels its dead
+    callbacks. If the tables lack the workflow, its jobs are those that clients know and those of `lost_jobs`; `check`
+    reports this case."""
     operated = {one.workflow: one for one in evidence.operated if one.cancelling_s is not None}
     known: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for flow in evidence.flows:
@@ -196,8 +197,8 @@ def _too_early(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     after = {one.job: one.after for one in history.enqueues if one.after}
     for addition in history.additions:
         after |= addition.nodes
-    # Callbacks wait for the added nodes too. If a restored backup has set a workflow back, the workflow may have ended
-    # before the restore, when some of these nodes had not been added.
+    # Callbacks also wait for the added nodes. But if a restored backup has set a workflow back, the workflow may have
+    # ended before the restore, and some nodes may have been added only after the restore.
     after_added = {
         callback: (list(flow.added.values()), any(_was_changed(backup, job) for job in flow.nodes))
         for flow in evidence.flows
@@ -218,7 +219,8 @@ def _too_early(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
 
 def _add_signals(evidence: Evidence, backup: Backup, ended_s: dict[str, float]) -> None:
     """Adds the earliest times at which nodes that wait for signals may have ended. Such a node does not end before the
-    nodes that it waits for, even if its signal came early. Its time begins with the end of these nodes."""
+    nodes that it waits for, even if its signal came early. Its time to wait for the signal begins when these nodes have
+    ended."""
     history = evidence.history
     signalled_s: dict[str, float] = {}
     for signal in history.signals:
@@ -227,7 +229,7 @@ def _add_signals(evidence: Evidence, backup: Backup, ended_s: dict[str, float]) 
     names = {job: name for flow in evidence.flows for job, name in flow.names.items()}
     rows = [*evidence.rows, *backup.lost_rows]
     unsignalled = {names.get(row.job, row.job) for row in rows if row.unsignalled_us is not None}
-    # If a retry is lost, the names of its nodes are not known.
+    # If the tables lack a retry, the names of the retry's nodes are not known.
     stored = {flow.workflow for flow in evidence.flows}
     unknown = {one.workflow for one in evidence.operated if one.retry and one.retry not in stored}
     slack_s = CLOCK_S + history.drift_s
@@ -243,8 +245,8 @@ def _add_signals(evidence: Evidence, backup: Backup, ended_s: dict[str, float]) 
 
 
 def _waited_too_short(evidence: Evidence, backup: Backup, ended_s: Mapping[str, float]) -> Iterator[Violation]:
-    """Yields jobs that had to wait for nodes, and continued before these nodes had ended. `ended_s`: for each node, the
-    beginning of the first call that may have ended it."""
+    """Yields a violation for each job that had to wait for nodes, but continued before these nodes had ended.
+    `ended_s`: for each node, the beginning of the first call that may have ended it."""
     rows = latest_by_job(evidence.rows, lambda row: row.departing or backup.is_second(row))
     deliveries = {delivery.lease: delivery for delivery in evidence.history.deliveries}
     moves = Moves(evidence)
@@ -256,7 +258,7 @@ def _waited_too_short(evidence: Evidence, backup: Backup, ended_s: Mapping[str, 
         if not one.waits:
             went_on.append((one.call.ended_s, f"was told in {one.call.client} to go on"))
         elif job in rows and not moves.may_move(one.call):
-            # This is not checked while the org moves. The job may then be given back, run once more on the other shard,
+            # Do not check this while the org moves: the job may then be given back, run once more on the other shard,
             # and wait there.
             for lease in _later_leases(rows[job], one.lease):
                 if lease in deliveries:
@@ -298,12 +300,12 @@ def _unfinished(
     for job, state in flow.nodes.items():
         row = rows.get(job)
         if state not in _JOBS:
-            # When a drained run ends, every job has ended.
+            # If a test run waits at its end until no jobs are left, every job has ended.
             if evidence.calm_s is not None:
                 pause = ", because it is paused" if flow.is_paused else ""
                 yield wrong(f"the node of job {job} is {state}, and will not end{pause}")
-        # Dead jobs of a workflow are cancelled when the workflow is retried. Jobs that die while the workflow is being
-        # cancelled are cancelled too.
+        # A retry of a workflow cancels the dead jobs of the workflow. A job that dies while the workflow is being
+        # cancelled is cancelled too.
         elif operated and state == "failed" and row is not None and row.state is State.CANCELLED:
             continue
         elif row is not None and row.state is not _JOBS[state]:

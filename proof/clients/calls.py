@@ -31,7 +31,7 @@ _Stub = TypeVar("_Stub")
 
 TRY_S = 5.0
 WRITE_FAILED = "WRITE_FAILED"
-# How often a settle or a signal is tried at most, until a router answers.
+# The largest number of tries of a settle or a signal, if no router answers.
 _TRIES_MAX = 5
 _PAUSE_S = 0.3
 _ANSWERS = {
@@ -49,7 +49,7 @@ _REFUSALS = frozenset(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
     }
 )
-# A frozen router accepts a connection, but does not answer. Therefore the waits must be short.
+# A frozen router accepts a connection, but does not answer. Therefore the timeouts of a connection must be short.
 _OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
@@ -75,7 +75,7 @@ class Added(enum.Enum):
 
 
 def connect(address: str) -> grpc.aio.Channel:
-    """Opens a channel with a connection of its own. Several such connections reach several routers."""
+    """Opens a channel with its own connection. So with several channels, calls reach several router processes."""
     return grpc.aio.insecure_channel(address, options=_OPTIONS)
 
 
@@ -86,7 +86,7 @@ def duration(seconds: float) -> Duration:
 
 
 def asked(job: windrow.NewJob) -> dict[str, object]:
-    """Returns how a history records a job that the Python client enqueues."""
+    """Returns a job that the Python client enqueues, in the form of a history's line."""
     delay = job.delay or 0.0
     delay_s = delay.total_seconds() if isinstance(delay, timedelta) else delay
     return asked_to_store(job=str(job.id), queue=job.queue, key=job.dedup_key, delay_s=delay_s)
@@ -102,8 +102,8 @@ def outcome_of(error: grpc.aio.AioRpcError) -> tuple[Outcome, str]:
 
 
 async def read(call: Any) -> Any:
-    """Returns a stream's next message, or EOF. Raises InvalidStateError, as a write does, if the connection is cut
-    during the read: grpc.aio returns None in this case."""
+    """Returns a stream's next message, or EOF. If the connection is cut during the read, `grpc.aio` returns None; this
+    function then raises InvalidStateError, as a write does."""
     message = await call.read()
     if message is None:
         raise asyncio.InvalidStateError("the connection was cut while a message was read")
@@ -111,8 +111,8 @@ async def read(call: Any) -> Any:
 
 
 def code_name(code: grpc.StatusCode, details: str | None) -> str:
-    """Returns the name of a status. WRITE_FAILED means that no router sent the status: the client's gRPC library
-    invents it if a message is written to a stream that has just ended, and forgets the stream's real status."""
+    """Returns the name of a status. WRITE_FAILED means that no router sent the status. If a message is written to a
+    stream that has just ended, the client's gRPC library invents a status and forgets the stream's real status."""
     if code is grpc.StatusCode.INTERNAL and details == "Internal error from Core":
         return WRITE_FAILED
     return code.name
@@ -151,8 +151,8 @@ class Calls:
         return jobs
 
     async def settle(self, verb: Verb, org: str, leases: Sequence[bytes], *, span_s: float = 0.0) -> None:
-        """Settles or extends these leases. Repeats the call until it is answered, a few times at most. `span_s`: a
-        nack's delay, or an extend's window."""
+        """Settles or extends these leases. Repeats the call until a router answers, at most `_TRIES_MAX` times.
+        `span_s`: a nack's delay, or an extend's window."""
         asked: Mapping[str, object] = {"leases": [lease.hex() for lease in leases], "span_s": span_s}
         for _ in range(_TRIES_MAX):
             number = self._recorder.begin(verb, org, asked)
@@ -200,7 +200,8 @@ class Calls:
         return Added.WAITS if response.waits else Added.GOES_ON
 
     async def signal(self, org: str, workflow: str, node: str, payload: str) -> None:
-        """Gives a signal to a node of a workflow. Repeats the call until it is answered, a few times at most."""
+        """Gives a signal to a node of a workflow. Repeats the call until a router answers, at most `_TRIES_MAX`
+        times."""
         asked = asked_to_signal(workflow=workflow, node=node, payload=payload)
         request = workflows_pb2.SignalNodeRequest(org=org, id=workflow, node=node, payload=payload.encode())
         for _ in range(_TRIES_MAX):

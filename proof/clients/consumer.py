@@ -25,7 +25,7 @@ _TRIES_MAX = 5
 _ANSWER_S_MAX = 6.0
 _LIFE_S = (10.0, 60.0)
 _AGAIN_S_MAX = 1.0
-# The order in which a router handles the parts of a message.
+# A message may have several kinds of settles. A router handles them in this order.
 _ORDER = (Verb.ACK, Verb.NACK, Verb.KILL, Verb.EXTEND, Verb.RELEASE)
 
 
@@ -44,7 +44,7 @@ class _Sent:
     """One message that has not been answered yet."""
 
     sayings: Sequence[_Saying]
-    # The numbers of these sayings' calls in the history.
+    # For each saying, the number of its call in the history.
     numbers: Sequence[int]
     sent_s: float
 
@@ -62,8 +62,8 @@ class Consumer:
         org: str,
         add: Callable[[str, job_pb2.LeasedJob, random.Random], Awaitable[bool]] | None = None,
     ) -> None:
-        """`add`: adds nodes to the workflow of a job before the job is settled. Returns whether to forget the job
-        instead of settling it."""
+        """`add`: a function that adds nodes to the workflow of a job before the job is settled. It returns whether to
+        forget the job instead of settling it."""
         self._add = add
         self._site = site
         self._orders = orders
@@ -75,8 +75,8 @@ class Consumer:
         self._news = asyncio.Event()
         self._sent: dict[int, _Sent] = {}
         self._number = 0
-        # The jobs in hand, and the credit that was given to the stream and that no job has used yet. Their sum is at
-        # most _CREDIT.
+        # The number of jobs that the consumer has and has not settled, and the credit that the stream still has. Their
+        # sum is at most _CREDIT.
         self._in_hand = 0
         self._room_given = 0
 
@@ -89,7 +89,7 @@ class Consumer:
     async def _stream(self, group: asyncio.TaskGroup) -> None:
         window_s = self._site.window_s
         history = self._recorder.begin(Verb.CONSUME, self._org, {"window_s": window_s})
-        # The client ends some streams itself, at any moment.
+        # Give some streams a random deadline, so that the client ends them at any moment.
         life_s = None if self._orders.calm.is_set() else self._luck.uniform(*_LIFE_S)
         call: Any = self._stub.Consume(timeout=life_s)
         writing = asyncio.create_task(self._write(call))
@@ -118,7 +118,7 @@ class Consumer:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            # This client has cancelled the call, because the stream was silent for too long.
+            # The method `_write` of this client has cancelled the call, because the stream was silent for too long.
             outcome, code = Outcome.UNKNOWN, "CANCELLED"
         finally:
             writing.cancel()
@@ -151,7 +151,7 @@ class Consumer:
                     await call.done_writing()
                     return
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            # The stream has ended. The reader gets the reason.
+            # The stream has ended. The coroutine that reads the stream gets the reason.
             pass
         except TimeoutError:
             call.cancel()
@@ -205,7 +205,7 @@ class Consumer:
             self._recorder.end(number, Outcome.OK, answered=[calls.answer_of(answer)])
 
     def _forget_sent(self) -> None:
-        """Plans to send again everything that was not answered before the stream ended."""
+        """Plans to send everything again that the stream's end has left without an answer."""
         for number in list(self._sent):
             self._again(self._sent.pop(number), "STREAM_ENDED")
 

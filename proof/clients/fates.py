@@ -13,7 +13,7 @@ class Fate(enum.Enum):
     RELEASE = enum.auto()
     # Extends the lease, once or several times, and then acks.
     EXTEND = enum.auto()
-    # Works for about as long as the window, or longer, and does not extend the lease.
+    # Works for about the length of the window, or longer, and does not extend the lease.
     OVERSLEEP = enum.auto()
     # Makes no call about this lease.
     FORGET = enum.auto()
@@ -29,12 +29,12 @@ _WEIGHTS = {
     Fate.FORGET: 2.0,
 }
 NACK_DELAY_S_MAX = 2.0
-# The share of a workflow's jobs that add nodes, how many nodes such a job adds at most, and how many generations of
-# added nodes there are at most.
+# Of the jobs of a workflow, the share that adds nodes. Each such job adds at most `_ADDED_MAX` nodes. An added node may
+# add nodes again, for at most `_GENERATIONS_MAX` generations.
 _ADDERS = 0.5
 _ADDED_MAX = 3
 _GENERATIONS_MAX = 2
-# The share of these jobs that wait for the nodes that they add.
+# Of the jobs that add nodes, the share that waits for the added nodes.
 _WAITERS = 0.3
 
 
@@ -54,9 +54,9 @@ def pick_org(luck: random.Random, orgs: list[str]) -> str:
 
 def draw_added(node: str, luck: random.Random) -> dict[str, list[str]]:
     """Returns the names of the nodes that the job of `node` adds to its workflow by one call, each with the names of
-    its parents. Empty: the job adds no nodes. All calls choose from the same nodes, in each attempt of the job; `luck`
-    only decides how many of them a call names. If the job waits for these nodes, none of them has `node` as a
-    parent."""
+    its parents. Empty: the job adds no nodes. All calls, also those of later attempts of the job, choose from the same
+    nodes; `luck` only decides how many of these nodes a call names. If the job waits for these nodes, none of them has
+    `node` as a parent."""
     own = random.Random(node)
     added: dict[str, list[str]] = {}
     if node.count("+") < _GENERATIONS_MAX and own.random() < _ADDERS:
@@ -67,6 +67,6 @@ def draw_added(node: str, luck: random.Random) -> dict[str, list[str]]:
 
 
 def waits_for_added(node: str) -> bool:
-    """If the job of `node` adds nodes, returns whether its last call also waits for them. The answer is the same in
-    each attempt of the job."""
+    """If the job of `node` adds nodes, returns whether the last call that adds nodes also makes the job wait for them.
+    The answer is the same in each attempt of the job."""
     return random.Random(f"{node} waits").random() < _WAITERS

@@ -1,4 +1,4 @@
-"""The orders that a client process gets on standard input: one JSON object at its start, then one word a line.
+"""The orders that a client process gets on standard input: one JSON object at its start, then one word per line.
 
 `calm`: behave well from now on. `probe`: producers enqueue one job for every org. The end of the input means: finish
 and exit.
@@ -26,8 +26,8 @@ _LINE_BYTES_MAX = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """What a client process must know. `name` and `generation` are part of the seed of its choices. The process that
-    replaces a killed one has another generation, so it makes other choices."""
+    """What a client process must know. `name` and `generation` are part of the seed of the random choices of the
+    process. The process that replaces a killed one has another generation, so it makes other choices."""
 
     address: str
     folder: str
@@ -35,11 +35,11 @@ class Site:
     generation: int
     seed: int
     orgs: Sequence[str]
-    # The number of this client among the clients of the same kind, and how many such clients there are.
+    # The number of this client among the clients of the same kind, and the number of these clients.
     mine: int
     places: int
     window_s: float
-    # How many jobs a second this client enqueues, if its load is planned.
+    # How many jobs this client enqueues per second, if its load is planned.
     per_s: float = 0.0
 
     def to_json(self) -> str:
@@ -83,8 +83,8 @@ class Orders:
 def main(work: Callable[[Site, Orders], Awaitable[None]]) -> None:
     """Runs a client until its standard input ends. The input also ends when the process that started the client
     dies."""
-    # Ctrl-C in a terminal reaches the whole group. Ignore it: the process that started this one ends it in an orderly
-    # way.
+    # Ctrl-C in a terminal reaches the whole process group. Ignore it, because the process that started this client ends
+    # the client in an orderly way.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     asyncio.run(_main(work))
 

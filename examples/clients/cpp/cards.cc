@@ -59,7 +59,7 @@ std::shared_ptr<grpc::Channel> Connect(const std::string& address) {
   return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), options);
 }
 
-// Says whether no other try can help. After any other code a try is safe, because of ids and lease tokens.
+// Says whether it is useless to try again. If not, it is safe to try again, because of ids and lease tokens.
 bool IsFinal(grpc::StatusCode code) {
   return code == grpc::INVALID_ARGUMENT || code == grpc::UNIMPLEMENTED || code == grpc::UNAUTHENTICATED ||
          code == grpc::PERMISSION_DENIED;
@@ -113,7 +113,7 @@ int main() {
   request.add_queues(kQueue);
   request.mutable_wait()->set_seconds(kWait.count());
   v1::DequeueResponse leased;
-  while (leased.jobs().empty()) {  // Repeat this: a router that shuts down answers without jobs.
+  while (leased.jobs().empty()) {  // Repeat the call: a router that shuts down answers without jobs.
     status = Call(stub, &v1::Queue::Stub::Dequeue, request, &leased, kWait + kTry);
     if (!status.ok()) return Fail(status);
   }

@@ -50,7 +50,7 @@ func connect(address string) (*grpc.ClientConn, error) {
 	)
 }
 
-// Says whether no other try can help. After any other code a try is safe, because of ids and lease tokens.
+// Says whether it is useless to try again. If not, it is safe to try again, because of ids and lease tokens.
 func final(code codes.Code) bool {
 	switch code {
 	case codes.InvalidArgument, codes.Unimplemented, codes.Unauthenticated, codes.PermissionDenied:
@@ -99,7 +99,7 @@ func main() {
 
 	request := &windrowv1.DequeueRequest{Org: org, Queues: []string{queue}, Wait: durationpb.New(wait)}
 	var leased *windrowv1.DequeueResponse
-	// Repeat this: a router that shuts down answers without jobs.
+	// Repeat the call: a router that shuts down answers without jobs.
 	for len(leased.GetJobs()) == 0 {
 		if leased, err = call(client.Dequeue, request, wait+try); err != nil {
 			log.Fatal(err)

@@ -24,7 +24,7 @@ securityContext:
   runAsNonRoot: true
   runAsUser: 10001
   runAsGroup: 10001
-  # So that the user may read the Secrets.
+  # With this group, the container's user may read the Secrets.
   fsGroup: 10001
   seccompProfile:
     type: RuntimeDefault

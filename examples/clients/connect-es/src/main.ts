@@ -21,7 +21,7 @@ const transport = createGrpcTransport({
   readMaxBytes: 16 * 1024 * 1024,
 });
 
-// Codes after which no other try can help. After any other code a try is safe, because of ids and lease tokens.
+// After these codes it is useless to try again. After other codes it is safe, because of ids and lease tokens.
 const FINAL = new Set([Code.InvalidArgument, Code.Unimplemented, Code.Unauthenticated, Code.PermissionDenied]);
 
 /** Repeats a call until there is an answer. Each try has a deadline of its own. */
@@ -47,7 +47,7 @@ console.log("stored", stored.results[0].id);
 
 const request = { org: ORG, queues: [QUEUE], wait: { seconds: BigInt(WAIT_S) } };
 let jobs: LeasedJob[] = [];
-// Repeat this: a router that shuts down answers without jobs.
+// Repeat the call: a router that shuts down answers without jobs.
 while (jobs.length === 0) {
   ({ jobs } = await call((options) => client.dequeue(request, options), WAIT_S * 1000 + TRY_MS));
 }

@@ -32,7 +32,7 @@ const options: ChannelOptions = {
   "grpc.service_config": readFileSync("proto/windrow/v1/service_config.json", "utf8"),
 };
 
-// Codes after which no other try can help. After any other code a try is safe, because of ids and lease tokens.
+// After these codes it is useless to try again. After other codes it is safe, because of ids and lease tokens.
 const FINAL = new Set([
   status.INVALID_ARGUMENT,
   status.UNIMPLEMENTED,
@@ -77,7 +77,7 @@ console.log("stored", stored.results[0].id);
 
 const request = DequeueRequest.create({ org: ORG, queues: [QUEUE], wait: { seconds: BigInt(WAIT_S) } });
 let jobs: LeasedJob[] = [];
-// Repeat this: a router that shuts down answers without jobs.
+// Repeat the call: a router that shuts down answers without jobs.
 while (jobs.length === 0) ({ jobs } = await call(client.dequeue.bind(client), request, WAIT_S * 1000 + TRY_MS));
 for (const { lease, payload } of jobs) {
   console.log("a card to", payload.toString());

@@ -30,7 +30,7 @@ fn connect(address: &str) -> Result<Channel, tonic::transport::Error> {
     Ok(channel)
 }
 
-/// Says whether no other try can help. After any other code a try is safe: ids and tokens ensure that.
+/// Says whether it is useless to try again. If not, it is safe to try again, because of ids and lease tokens.
 fn is_final(code: Code) -> bool {
     matches!(
         code,
@@ -98,7 +98,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         ..Default::default()
     };
     let mut jobs = vec![];
-    // Repeat this: a router that shuts down answers without jobs.
+    // Repeat the call: a router that shuts down answers without jobs.
     while jobs.is_empty() {
         jobs = call(&dequeue, request.clone(), WAIT + TRY).await?.jobs;
     }

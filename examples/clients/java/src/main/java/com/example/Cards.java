@@ -40,7 +40,7 @@ public final class Cards {
   private static final int TRY_S = 10;
   private static final int WAIT_S = 20;
 
-  /** Codes after which no other try can help. After any other code a try is safe, because of ids and lease tokens. */
+  /** After these codes it is useless to try again. After other codes it is safe, because of ids and lease tokens. */
   private static final Set<Status.Code> FINAL =
       Set.of(
           Status.Code.INVALID_ARGUMENT,
@@ -106,7 +106,7 @@ public final class Cards {
             .setWait(Duration.newBuilder().setSeconds(WAIT_S))
             .build();
     List<LeasedJob> jobs = List.of();
-    while (jobs.isEmpty()) { // Repeat this: a router that shuts down answers without jobs.
+    while (jobs.isEmpty()) { // Repeat the call: a router that shuts down answers without jobs.
       jobs = call(stub -> stub.dequeue(dequeue), WAIT_S + TRY_S).getJobsList();
     }
     for (LeasedJob leased : jobs) {
