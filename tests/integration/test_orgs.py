@@ -114,8 +114,7 @@ async def assert_balanced(*databases: Database) -> None:
             assert entry.balanced, entry
 
 
-# ── How long the history is kept
-# ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── How long the history is kept ─────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_an_orgs_word_holds_for_its_queues_that_say_nothing_on_every_shard_and_for_queues_to_come(

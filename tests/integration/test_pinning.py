@@ -585,7 +585,7 @@ async def test_an_org_that_is_unpinned_while_it_moves_comes_back(pair: Pair, org
     await pair.store(A).enqueue(jobs)
     await pins.pin(pair.catalog, org, OnShard(B))
     move = await pair.begin([org], target=B)
-    # close, open
+    # Take the steps close and open.
     for _ in range(2):
         assert await pair.mover(move).step()
     await pins.unpin(pair.catalog, org)
