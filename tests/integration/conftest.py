@@ -17,7 +17,7 @@ from tests.workflows import Flows
 
 @pytest.fixture
 async def fresh_recorder(fresh_dsn: str) -> AsyncGenerator[Recorder, None]:
-    """A recorder on a database of its own."""
+    """Yields a recorder with its own database."""
     opened = Recorder(SHARD, fresh_dsn)
     await opened.open()
     yield opened
@@ -34,7 +34,7 @@ async def recorder(module_dsn: str) -> AsyncGenerator[Recorder, None]:
 
 @pytest.fixture
 async def flows(database: Database, store: Store, org: OrgId) -> AsyncGenerator[Flows, None]:
-    """The workflows of the org. After the test, their check must find nothing wrong."""
+    """Yields the workflows of the org. After the test, the check of the workflows must find nothing wrong."""
     opened = Flows(database, org, store=store)
     yield opened
     await opened.check()
@@ -42,7 +42,7 @@ async def flows(database: Database, store: Store, org: OrgId) -> AsyncGenerator[
 
 @pytest.fixture
 async def two(module_dsn: str, org: OrgId) -> AsyncGenerator[list[Flows], None]:
-    """The workflows of the same org, as two routers see them."""
+    """Yields the workflows of the org twice, each on the connections of another router."""
     # The lock wait is long, so that no call is refused because another call is slow.
     databases = [Database(SHARD, module_dsn, connections=4, short_lock_wait_s=30.0) for _ in range(2)]
     for database in databases:

@@ -62,7 +62,7 @@ def channel(secured: Secured) -> Iterator[grpc.Channel]:
 
 @pytest.fixture(scope="module")
 def owned(secured: Secured, channel: grpc.Channel) -> Target:
-    """Returns an org with things that no other org may see or change."""
+    """Returns an org with jobs and other data that no other org may see or change."""
     return things_of(channel, "acme", bearer(secured.key_of("acme")))
 
 
@@ -76,7 +76,7 @@ def test_who_is_refused_gets_the_right_status_and_changes_no_row(
 ) -> None:
     proofs: dict[str, Metadata] = {}
     by_scope: dict[Scope | None, Metadata] = {}
-    # The keys are made before the rows are compared, because a new key is a row.
+    # Make the keys before the rows are compared, because a new key adds a row.
     for name in filter(way.concerns, METHODS):
         if scope_of(name) not in by_scope:
             by_scope[scope_of(name)] = way.metadata(secured, owned.org, scope_of(name))
@@ -169,7 +169,7 @@ def test_what_is_another_orgs_is_answered_as_what_does_not_exist(
     answer = told(owned.told_to(org))
     after = secured.rows()
     assert {table: rows for table, rows in after.items() if before[table] != rows} == {}
-    # A page token only says where a page begins, so a page token of another org makes no difference.
+    # A page token only says where a page begins. So an org may send the page token of another org.
     nobodys = Target(
         org=org,
         lease=owned.lease[:-16] + secrets.token_bytes(16),

@@ -1,4 +1,4 @@
-"""The archiver as operators run it: passes over the shards of a cluster file."""
+"""Runs the archiver as operators do, with the shards of a cluster file."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def once(field: Field) -> dict[ShardName, Pass | Exception]:
 
 @contextlib.asynccontextmanager
 async def archiving(field: Field, cluster: Cluster, listener: Listener = reporting.log) -> AsyncGenerator[None]:
-    """Runs the archiver during the block, and then waits until the archiver has stopped."""
+    """Runs the archiver during the `with` block, and then waits until the archiver has stopped."""
     stop = asyncio.Event()
     running = asyncio.create_task(service.archive(WatchedFile(field.config), cluster, stop=stop, listener=listener))
     try:

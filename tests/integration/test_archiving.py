@@ -43,7 +43,7 @@ async def fresh_books(fresh_dsn: str) -> AsyncGenerator[QueueAdmin]:
 
 
 async def keep_for(database: Database, org: OrgId, days: int) -> None:
-    """Sets the retention of the org's queues. It applies to jobs that finish from now on."""
+    """Sets the retention of the org's queues. The new retention applies to jobs that finish from now on."""
     await database.run(b"UPDATE windrow.queue SET retention = %(days)s WHERE org = %(org)s", {"days": days, "org": org})
 
 
@@ -55,7 +55,7 @@ async def finish_some(store: Store, org: OrgId, count: int) -> list[Lease]:
 
 
 async def all_cold(database: Database) -> list[Aged]:
-    """Turns all past days cold. From three o'clock on, yesterday is a past day. Returns the days that had jobs."""
+    """Makes all past days cold. From three o'clock on, yesterday is a past day. Returns the days that had jobs."""
     aged = [await turn_cold(database, day) for day in await days_over(database)]
     return [one for one in aged if one.jobs]
 
@@ -116,7 +116,7 @@ async def test_a_repeated_enqueue_of_a_cold_job_stores_nothing(fresh_database: D
     again = some_jobs(org, ids=[*ids, *ids_of(some_jobs(org, 1))])
     assert await store.known(again) == dict(enumerate(ids))
     assert await store.enqueue(again) == dict(enumerate(ids))
-    # A job with the same id in another org is another job.
+    # A job of another org that has the same id is a different job.
     other = OrgId(f"{org}-other")
     assert await store.enqueue(some_jobs(other, ids=ids)) == {}
 

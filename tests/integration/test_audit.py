@@ -74,8 +74,8 @@ class Audited:
             return cursor.fetchall() if cursor.description else []
 
     def ended(self, org: str, many: int = 1) -> list[tuple[Any, ...]]:
-        """Waits until this many changes of the org have ended. Returns (method, outcome, counts, request) of each, the
-        oldest first."""
+        """Waits until this many changes of the org have ended. Returns (method, outcome, counts, request) of each
+        change, the oldest change first."""
         found: list[tuple[Any, ...]] = []
 
         def look() -> bool:
@@ -231,8 +231,8 @@ def test_the_callers_of_an_org_cannot_fill_the_log(postgres: Server, tmp_path: P
 
         def change_until_refused() -> None:
             nonlocal made
-            # A machine that makes fewer than five calls a second is never refused: without this bound the loop would
-            # not end.
+            # A machine that makes fewer than five calls a second is never refused. Without this bound, the loop would
+            # not end on such a machine.
             while made < 5_000:
                 change("noisy", noisy)
                 made += 1
@@ -379,7 +379,7 @@ def test_every_read_of_the_whole_cluster_is_counted_in_one_row_a_minute(cluster:
                 assert list(answer)
     told = "SELECT method, sum(calls)::int FROM windrow.audit WHERE minute IS NOT NULL GROUP BY 1 ORDER BY 1"
     until(lambda: cluster.sql(told) == sorted((path, 3) for path in wanted.values()), "all reads are counted")
-    # If a minute has ended meanwhile, a method has two rows.
+    # If a minute has ended between the calls, a method has two rows.
     assert len(cluster.sql("SELECT FROM windrow.audit WHERE minute IS NOT NULL")) <= 2 * len(wanted)
 
 

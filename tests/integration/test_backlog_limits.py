@@ -1,4 +1,4 @@
-"""Limits of the backlog, over gRPC: two routers with two processes each."""
+"""Tests limits of the backlog over gRPC, with two routers that have two processes each."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ async def test_jobs_above_the_limit_are_refused_until_others_have_ended(cluster:
     assert (full.limit.measure, full.limit.amount, full.usage, full.asked) == (BACKLOG, 10, 10, 1)
     assert not full.limit.HasField("interval")
     assert "may have 10 jobs that have not ended" in (error.details() or "")
-    # Leased jobs count.
+    # A limit of the backlog counts leased jobs too.
     leased = await near.dequeue(org, max_jobs=3)
     assert retry_after_s(await refusal(near, org, new_job())) is not None
     await near.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks(leased)), timeout=PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Every field of every request with every kind of value that the contract forbids.
+"""Sends each request with each kind of value that the contract forbids, in each field.
 
 A bad request is refused with a status that names the field, and changes nothing. The requests name a seeded org, so
 that a bad request that is not refused changes the books of the org.
@@ -730,7 +730,7 @@ def workflow_cases() -> Iterator[Bad]:
         "of a word": base64.urlsafe_b64encode(b"mail").decode(),
         "of a negative number": base64.urlsafe_b64encode(b"-1").decode(),
         "of a large number": base64.urlsafe_b64encode(b"9" * 20).decode(),
-        # The database would refuse the ids in the next two page tokens.
+        # If the router accepted the next two page tokens, the database would refuse the ids in these tokens.
         "of almost an id": base64.urlsafe_b64encode(b"01234567-0123-7fff-bfff-ff-fffffffff").decode(),
         "of an id without dashes": base64.urlsafe_b64encode(b"0123456701" * 3 + b"234567").decode(),
         "too long": "x" * 100,

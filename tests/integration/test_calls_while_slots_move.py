@@ -54,7 +54,7 @@ class Cluster:
     shards: Shards
 
     def org(self) -> str:
-        """A new org that lives on s1."""
+        """Returns a new org that lives on s1."""
         for _ in range(1000):
             org = f"org-m{next(_numbers)}"
             made = self.near.admin.CreateQueue(admin_pb2.CreateQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
@@ -586,7 +586,7 @@ def test_a_pause_during_a_move_holds_on_both_shards_and_so_does_its_end(cluster:
 def test_a_pause_is_told_at_every_step_as_it_is_whatever_former_owners_remember(cluster: Cluster, paused: bool) -> None:
     org = cluster.org()
     enqueue(cluster.near, org)
-    # s1 remembers the opposite value.
+    # Let s1 remember the opposite value.
     set_paused(cluster, org, not paused)
     cluster.begin(org).finish()
     set_paused(cluster, org, paused)
@@ -596,7 +596,7 @@ def test_a_pause_is_told_at_every_step_as_it_is_whatever_former_owners_remember(
     for step in ("close", "open", "switch", "depart", "take", "finish"):
         getattr(back, step)()
         assert (step, told_paused(cluster, org)) == (step, {paused})
-    # From here on s2 remembers the opposite value.
+    # From now on, s2 remembers the opposite value.
     set_paused(cluster, org, not paused)
     assert told_paused(cluster, org) == {not paused}
 

@@ -1,4 +1,4 @@
-"""Clients cancel their calls at every stage. A client may cancel a call, so the router logs no error."""
+"""Clients cancel their calls at every stage. The router must not log an error, because a client may cancel a call."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Cluster:
 
     @contextlib.asynccontextmanager
     async def locked(self) -> AsyncGenerator[Waiting, None]:
-        """Makes every statement wait during the block. Yields a function that returns the waiting statements, including
-        the router's own statements such as sweeps."""
+        """Makes every statement wait during the `with` block. Yields a function that returns the waiting statements,
+        including the router's own statements such as sweeps."""
         async with (
             await psycopg.AsyncConnection.connect(self.dsn) as holder,
             await psycopg.AsyncConnection.connect(self.dsn, autocommit=True) as watcher,

@@ -1,6 +1,6 @@
-"""When a slot is closed (decision 0017), the close relies on the order of two things in an enqueue: it takes its table
-locks first, and its snapshot afterwards. So while one session holds windrow.owned_slot exclusively, no running enqueue
-has seen the slot open, and no enqueue sees the slot open afterwards."""
+"""The close of a slot (decision 0017) relies on an order: an enqueue takes its table locks first, and its snapshot
+afterwards. So while one session holds windrow.owned_slot exclusively, no running enqueue has seen the slot open, and no
+enqueue sees the slot open afterwards."""
 
 from __future__ import annotations
 

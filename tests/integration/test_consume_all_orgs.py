@@ -1,4 +1,5 @@
-"""Consume streams of all orgs: two shards, and two routers that know of each other only by the doorbell."""
+"""Tests Consume streams of all orgs, with two shards and with two routers that learn of each other's jobs only by the
+doorbell."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ async def far(cluster: Cluster) -> AsyncGenerator[Client, None]:
 
 @pytest.fixture
 def queue() -> str:
-    """A queue name that no other test uses: a stream of all orgs gets the jobs of every org of the cluster."""
+    """Returns a queue name that no other test uses, because a stream of all orgs gets the jobs of every org of the
+    cluster."""
     return f"mail-{next(_numbers)}"
 
 

@@ -74,7 +74,7 @@ def test_prometheus_has_data_for_every_query_of_a_cluster_that_works(
             for query in (target["expr"] for target in panel["targets"]):
 
                 def has_data(query: str = query) -> bool:
-                    # A rate needs two scrapes of a series, between which it has grown.
+                    # A rate needs two scrapes of a series. The value must have grown between these scrapes.
                     use(both, org)
                     return bool(values(address, query, org))
 

@@ -1,4 +1,4 @@
-"""One statement's way to Postgres and back: its rows, its errors, and what remains when its connection is cut or its
+"""Tests how a statement runs on Postgres: its rows, its errors, and what happens when the connection is cut or the
 caller is cancelled."""
 
 from __future__ import annotations

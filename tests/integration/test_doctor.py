@@ -272,7 +272,7 @@ def test_a_retention_without_a_partition_is_given_one_with_its_days(ward: Ward) 
 
 def test_a_table_with_many_rows_that_was_never_analyzed_is(ward: Ward) -> None:
     with psycopg.connect(ward.dsn, autocommit=True) as connection:
-        # Otherwise autovacuum might analyze the table before the doctor examines it.
+        # Otherwise autovacuum might analyze the table before the doctor examines the table.
         connection.execute("ALTER TABLE windrow.tally SET (autovacuum_enabled = off)")
         connection.execute("INSERT INTO windrow.tally SELECT 1, 1 FROM generate_series(1, 100000)")
         connection.execute("SELECT pg_stat_force_next_flush()")

@@ -85,7 +85,7 @@ def root_with_a(root: Path, made: Path) -> Path:
     root.chmod(0o755)
     # cp keeps the owner of each file.
     subprocess.run(["cp", "-a", str(made), str(root / "a")], check=True)
-    # The copy chooses a port of its own: another program may have taken the old port meanwhile.
+    # The copy chooses its own port, because another program may have taken the old port.
     (root / "a" / "cluster.json").unlink()
     return root
 
@@ -120,7 +120,7 @@ def ending(pids: Sequence[int]) -> Generator[None, None, None]:
 
 @contextmanager
 def owner(root: Path, kind: str) -> Generator[tuple[subprocess.Popen[str], int, str, Path], None, None]:
-    """Another process, which runs cluster "a"."""
+    """Starts another process, which runs cluster "a"."""
     with subprocess.Popen(
         [sys.executable, "-c", OWNER, str(root), kind],
         stdin=subprocess.PIPE,
@@ -355,7 +355,7 @@ def test_a_standby_follows_its_primary_and_takes_over_when_promoted() -> None:
         ask(primary.superuser_dsn, "ALTER SYSTEM SET synchronous_standby_names = '*'")
         ask(primary.superuser_dsn, "SELECT pg_reload_conf()")
         until(lambda: ask(primary.superuser_dsn, "SELECT sync_state FROM pg_stat_replication") == [("sync",)])
-        # From here on commits wait for the standby, so it has what was committed.
+        # From now on, commits wait for the standby. So the standby has everything that was committed.
         ask(primary.dsn, "CREATE TABLE kept AS SELECT 1 AS n")
         assert ask(standby.dsn, "SELECT pg_is_in_recovery()") == [(True,)]
         primary.kill()

@@ -76,7 +76,7 @@ class Scene:
         return ids_of(jobs)
 
     async def one(self, **options: int) -> JobId:
-        """Enqueues a job of the kind KIND. `options` as in some_jobs."""
+        """Enqueues a job of the kind KIND. `options` are those of `some_jobs`."""
         (name,) = await self.enqueue(some_jobs(self.org, 1, **options))  # type: ignore[arg-type]
         return name
 
@@ -471,7 +471,7 @@ async def test_each_cause_is_named_with_its_figures(scene: Scene, case: str) -> 
     found = await scene.why(name)
     assert names(found.causes) == expected, found
     assert fits(found.causes[0]), found
-    # Of a deleted job, only the id is known.
+    # The fleet knows only the id of a deleted job.
     if found.state != job_pb2.JOB_STATE_UNSPECIFIED:
         assert (found.queue, found.kind, found.shard) == (QUEUE, KIND, SHARD)
 

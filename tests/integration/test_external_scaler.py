@@ -197,7 +197,8 @@ async def test_ready_and_leased_jobs_count_and_others_do_not(near: Client) -> No
     await near.enqueue(org, *(new_job(delay=later) for _ in range(4)), new_job(queue="other"))
     await near.enqueue(org_of(), *(new_job() for _ in range(9)))
     leased = await near.dequeue(org, max_jobs=6)
-    # A router reuses a count for one second. The next call gets the router's first count.
+    # A router reuses a count for one second. The router has not counted these jobs before, so the next call makes a new
+    # count.
     assert await value(near, org) == 8
     assert await is_active(near, org)
     await near.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks(leased)), timeout=PATIENCE_S)

@@ -1,4 +1,4 @@
-"""A fleet whose shards come and go: nothing of removed shards remains."""
+"""Shards are added to a fleet and removed from it. Nothing of a removed shard remains in the process."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ async def store(fleet: Fleet, org: OrgId) -> None:
 
 
 async def until_refused(fleet: Fleet, org: OrgId, why: str) -> int:
-    """Stores jobs until one is refused for this reason. Returns how many were stored."""
+    """Stores jobs until a job is refused for this reason. Returns how many jobs were stored."""
     stored = 0
     async with asyncio.timeout(PATIENCE_S):
         while True:
@@ -229,11 +229,11 @@ async def test_no_other_database_is_taken_for_a_shard_that_holds_slots(postgres:
             await until_refused(fleet, org, "its DSN leads to the database of no shard .* holds 8,192 slots")
             await store(fleet, near)
             assert is_empty(second), "it was only looked at"
-            # The case that a backup is found.
+            # In this case, the operator finds a backup.
             await fleet.change(two(first, kept))
             member = await up(fleet)
             assert [one.accepted for one in await member.queue_admin.check()] == [1]
-            # The case that no backup is found, and the operator gives up the old database.
+            # In this case, the operator finds no backup and gives up the old database.
             await fleet.change(two(first, second))
             await until(lambda: "holds 8,192 slots" in member.trouble)
             await store(fleet, org)

@@ -76,7 +76,7 @@ Windrow = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def windrow(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Windrow:
-    """A function that runs the command in this process. It returns the exit code and the output."""
+    """Returns a function that runs the command in this process, and returns the exit code and the output."""
     import sys
 
     from cli.main import main

@@ -67,7 +67,7 @@ def requests() -> list[object]:
 
 @contextlib.asynccontextmanager
 async def nothing_kept() -> AsyncGenerator[None, None]:
-    """Asserts that calls within the block leave nothing that only the garbage collector would free."""
+    """Asserts that calls within the `with` block leave nothing that only the garbage collector would free."""
     gc.collect()
     gc.disable()
     try:

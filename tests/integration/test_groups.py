@@ -1,4 +1,4 @@
-"""Jobs of a group: at most k are leased at a time, in order, and no group is stranded."""
+"""Of the jobs of a group, at most k are leased at the same time, in their order. No job of a group waits for ever."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ async def test_a_due_job_that_another_session_has_locked_is_not_overtaken(
         await other.execute("SELECT FROM windrow.job WHERE id = %s FOR UPDATE", [due])
         (new,) = await enqueue(store, org)
         assert await leased(store, org) == []
-    # The next claim makes the due job wait, which fills the group.
+    # The next claim makes the due job wait. This fills the group.
     taken = await leased(store, org) or await leased(store, org)
     assert names(taken) == [due]
     await ack(store, org, taken[0][1])

@@ -1,4 +1,4 @@
-"""A router process asks the shard nothing for a queue whose limit of starts is spent."""
+"""A router process sends no claims for a queue while the queue's limit of starts has no tokens left."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_jobs_that_a_spent_limit_holds_back_are_neither_claimed_nor_drawn_
         claims, draws = recorder.count(statements.CLAIM), recorder.count(statements.DRAW_TOKENS)
         for _ in range(100):
             await room.enqueue(org, 5, b"")
-        # Consumers that come later are held back, too.
+        # Consumers that begin to wait later get no jobs either.
         consumers += [room.consumer(org, peer="late", credit=100, reads=True) for _ in range(10)]
         for _ in range(100):
             await room.enqueue(org, 5, b"")
@@ -54,7 +54,7 @@ async def test_claims_that_fail_or_are_cancelled_start_nothing_and_cost_nothing(
         for one in failed:
             room.end_consumer(one)
         recorder.fail_no_more()
-        # A caller leaves after its claim has been sent.
+        # A consumer ends after its claim has been sent to the shard.
         sent, goes_on = asyncio.Event(), asyncio.Event()
 
         async def wait() -> None:
@@ -100,7 +100,7 @@ async def test_idle_consumers_are_handed_jobs_only_for_tokens(recorder: Recorder
         ((seconds,),) = await recorder.run(
             b"SELECT extract(epoch FROM max(leased_at) - min(leased_at))::float8 FROM windrow.job", {}
         )
-        # The bucket gave 100 tokens at once, and the other 200 tokens at its rate.
+        # The bucket gave 100 tokens at once, and 200 tokens at a rate of 100 per second.
         assert seconds >= 1.9
     finally:
         await room.end()

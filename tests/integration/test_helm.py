@@ -1,5 +1,5 @@
-"""deploy/helm/windrow: the rendered chart is what Kubernetes accepts, its objects fit together, and each of its
-containers starts with its arguments, environment and files (tests/deployed.py)."""
+"""Tests the chart deploy/helm/windrow: Kubernetes accepts the rendered objects, the objects fit together, and each
+container starts with its arguments, environment and files (tests/deployed.py)."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def helm(*arguments: str | Path, values: Object | None = None) -> subprocess.Com
 
 
 def page() -> str:
-    """Returns what deploy/README.md tells about Kubernetes."""
+    """Returns the section of deploy/README.md about Kubernetes."""
     return (DEPLOY / "README.md").read_text().partition("## On Kubernetes")[2].partition("\n## ")[0]
 
 
 def example() -> Object:
-    """Returns the values on that page."""
+    """Returns the example of chart values in that section."""
     (found,) = re.findall(r"^```yaml\n(.*?)^```", page(), re.DOTALL | re.MULTILINE)
     values: Object = yaml.safe_load(found)
     return values
@@ -144,7 +144,7 @@ def test_each_container_starts_a_program_that_works_and_ends_in_time(
             for probe in ("startupProbe", "readinessProbe"):
                 command = [part.replace("127.0.0.1:7419", address) for part in container[probe]["exec"]["command"]]
                 until(partial(succeeds, command), f"{probe}: {command}")
-            # Run the command of the page, but create a key for all orgs, because the test uses two orgs.
+            # Run the command of deploy/README.md, but create a key for all orgs, because the test uses two orgs.
             (create,) = re.findall(r"-- (windrow keys create .+)$", page(), re.MULTILINE)
             key = ran(create.replace("--org shop", "--all-orgs").split())
             assert key.returncode == 0, key.stderr
@@ -166,7 +166,7 @@ def test_a_router_has_time_to_drain_and_memory_for_its_processes(objects: list[O
     settings = tomllib.loads(config["data"]["cluster.toml"])["router"]
     container = container_of(objects, "router")
     pause_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    # The supervisor kills processes that have not ended within this time after the drain.
+    # After the drain, the supervisor waits END_S_MAX seconds, and then kills the processes that have not ended.
     assert pod_of(objects, "router")["terminationGracePeriodSeconds"] >= pause_s + settings["drain_seconds"] + END_S_MAX
     limit = re.fullmatch(r"(\d+)Mi", container["resources"]["limits"]["memory"])
     assert limit is not None

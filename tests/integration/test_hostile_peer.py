@@ -143,7 +143,7 @@ async def test_a_dripping_connection_sends_one_byte_at_a_time(routers: Routers, 
 async def test_what_the_server_announces_and_closes_is_reported(routers: Routers, both: Stubs) -> None:
     async with open_peer(routers.address) as peer:
         await peer.until(lambda seen: seen.settings, within_s=PATIENCE_S)
-        # This frame is longer than any server accepts, so the server closes the connection and says why.
+        # No server accepts a frame of this length. The server closes the connection and says why.
         await peer.write(b"\xff\xff\xff\x00\x00\x00\x00\x00\x01")
         await peer.until(lambda _: peer.closed, within_s=PATIENCE_S)
         assert peer.seen.closed_after_s is not None

@@ -1,5 +1,5 @@
-"""Limits of jobs in flight, over gRPC: two sets of routers with two processes each. The routers sweep only once an
-hour, so that only the end of a lease wakes a consumer."""
+"""Tests limits of jobs in flight over gRPC, with two sets of routers that have two processes each. The routers sweep
+only once an hour. So only the end of a lease wakes a consumer."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Cluster:
     far: Routers
 
     def leased(self, org: str) -> int:
-        # Not `now()`: its time is earlier than the snapshot. So leases that have just expired would be counted,
-        # together with the leases that followed them.
+        # The statement does not use `now()`, whose time is earlier than the snapshot: it would count leases that have
+        # just expired, together with the leases that followed them.
         statement = """
             SELECT count(*) FROM windrow.job JOIN windrow.queue USING (queue_id)
             WHERE org = %s AND lease IS NOT NULL AND visible_at > clock_timestamp()
@@ -87,7 +87,8 @@ async def store(by: Client, org: str, count: int, *, queue: str = QUEUE) -> list
 
 
 class Work:
-    """Consumers that ack the jobs that they get. `held_max`: how many jobs they had together at most."""
+    """Consumers that ack the jobs that they get. `held_max`: the largest number of jobs that all consumers together
+    held at one time."""
 
     def __init__(self) -> None:
         self.held = self.held_max = self.done = 0
@@ -108,7 +109,7 @@ class Work:
 
 
 async def work(streams: Sequence[Stream], jobs: int) -> Work:
-    """Returns when the consumers have done this many jobs."""
+    """Returns when the consumers have acked this many jobs."""
     doing = Work()
     tasks = [asyncio.create_task(doing.run(stream)) for stream in streams]
     try:
@@ -145,7 +146,7 @@ async def test_consumers_of_all_processes_never_have_more_jobs_than_the_limit_an
         # Wait for the acks before the streams end: the router may not read the last acks of a cancelled stream.
         await until(lambda: cluster.leased(org) == 0, "all are acked")
     assert done.held_max <= 5
-    # Some consumers had jobs at the same time.
+    # The consumers held more than one job at the same time.
     assert done.held_max > 1
 
 

@@ -1,5 +1,5 @@
-"""A job with a value in every field has the same values in every state, on every shard, and in the export. A field that
-is added to NewJobs, JobRecord, Claimed or ColdJob is compared too, without a change of this test."""
+"""A job with a value in every field has the same values in every state, on every shard, and in the export. If a field
+is added to NewJobs, JobRecord, Claimed or ColdJob, this test compares the new field without a change."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def content(job: NewJobs) -> dict[str, object]:
 
 
 def assert_content(found: Mapping[str, Any], job: NewJobs) -> None:
-    """Asserts that these columns have what the producer gave."""
+    """Asserts that these columns have the values that the producer sent."""
     expected = {column: value for column, value in content(job).items() if column in found}
     assert {column: found[column] for column in expected} == expected
 
@@ -55,7 +55,7 @@ def constant(record: JobRecord, *, but: AbstractSet[str] = frozenset()) -> dict[
 
 
 async def records(pair: Pair, org: OrgId, jobs: Mapping[str, NewJobs]) -> dict[str, JobRecord]:
-    """Returns the jobs as a lookup returns them, by their queues."""
+    """Looks the jobs up. Returns their records, keyed by queue."""
     found = await pair.jobs(org, [JobId(job.ids[0]) for job in jobs.values()])
     return {record.queue: record for record in found.values()}
 
@@ -92,7 +92,7 @@ async def test_no_field_of_a_job_is_lost_on_its_way(pair: Pair, org: OrgId, tmp_
     await pair.move([org], target=B)
     await assert_unchanged(B)
 
-    # End the jobs in every way.
+    # End some of the jobs, each in another way.
     redriven = await pair.books[B].redrive(
         org, QueueName("redriven"), kind="", died_after=None, died_before=None, limit=9
     )
@@ -110,7 +110,7 @@ async def test_no_field_of_a_job_is_lost_on_its_way(pair: Pair, org: OrgId, tmp_
     assert await retire_dead(pair.databases[B], days=0) == 1
     await assert_unchanged(B)
 
-    # The jobs turn cold, are exported, and are stored again.
+    # Make the finished jobs cold, export them, and restore them as new jobs.
     await age_finished(pair.databases[B], org, days=40)
     for over in await days_over(pair.databases[B]):
         await turn_cold(pair.databases[B], over)

@@ -1,4 +1,4 @@
-"""The log lines of attempts, and attempts that others end, on their way from a worker to people who look at the job."""
+"""Workers log lines, and people read the lines in the job's history. One attempt is ended by a cancellation."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_the_log_of_every_attempt_is_read_by_a_client(routers: Routers) ->
         async def shows_the_attempt_under_way() -> bool:
             return (await record()).log == "attempt 2\nwaiting"
 
-        # The same extend sends the report and the log.
+        # The extend that sends the progress report also sends the log lines.
         await until(shows_the_attempt_under_way, "the log of a leased job")
         seen.set()
         ended = await here.wait(job_id, timeout=PATIENCE_S)

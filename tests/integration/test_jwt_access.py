@@ -1,4 +1,5 @@
-"""Routers accept the tokens of an identity provider, over gRPC, while its keys change, vanish or cannot be fetched."""
+"""Routers accept the tokens of an identity provider over gRPC, while the provider's keys change, vanish or cannot be
+fetched."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ OLD, NEW = signing_key("Ed25519", "old"), signing_key("Ed25519", "new")
 
 @contextlib.contextmanager
 def cluster(dsn: str, folder: Path, **keys: object) -> Generator[tuple[Routers, grpc.Channel], None, None]:
-    """Routers that accept only JSON Web Tokens. `keys`: where the keys of the issuer are."""
+    """Starts routers that accept only JSON Web Tokens. `keys`: settings that say where the keys of the issuer are."""
     config = write_cluster(folder / "cluster.toml", {"s1": dsn})
     config.write_text(f"{config.read_text()}\n[auth]\napi_keys = false\n{jwt_table(**keys)}")
     with running_routers(config) as routers, grpc.insecure_channel(routers.address) as channel:
@@ -87,8 +88,8 @@ def test_a_stream_ends_with_its_key_and_the_streams_of_other_keys_go_on(dsn: str
 def test_a_stream_ends_with_its_token(dsn: str, tmp_path: Path) -> None:
     put(tmp_path / "keys.json", jwks(OLD))
     with cluster(dsn, tmp_path, jwks_file=tmp_path / "keys.json", leeway_seconds=0) as (_, channel):
-        # Under load, the router may see the token only after seconds. A token that has expired by then is refused in
-        # the same way.
+        # On a busy machine, seconds may pass before the router sees the token. If the token has expired by then, the
+        # router refuses it with the same error.
         with pytest.raises(grpc.RpcError) as ended:
             list(consume(channel, token(OLD, exp=int(time.time()) + 3)))
         assert refusal(ended.value) == (UNAUTHENTICATED, "CREDENTIALS_EXPIRED")
@@ -116,7 +117,8 @@ ANSWERS = {
 
 def test_a_url_that_answers_badly_refuses_nobody_whose_key_is_known(dsn: str, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        # A router fetches the keys again after 10 s. All routers wait for that at the same time.
+        # A router fetches the keys again after 10 s. The checks run in threads, so that they all wait during the same
+        # 10 s.
         pool = stack.enter_context(ThreadPoolExecutor(len(ANSWERS)))
         checks = list[Future[None]]()
         for number, answer in enumerate(ANSWERS):
@@ -136,7 +138,7 @@ def answer_badly(answer: str, keys: KeyServer, routers: Routers, channel: grpc.C
     asked = keys.asked
     until(lambda: keys.asked > asked, f"the keys are fetched again: {answer}")
     until(lambda: keys.url in routers.log.read_text(), f"the answer is logged: {answer}")
-    # The router does not remember this token, which is a new one of the same key.
+    # This token is new to the router, and signed with the key that the router knows.
     enqueue(channel, token(OLD, sub="worker-2"))
     if answer == "a set without the key":
         until(lambda: "no longer has 'old'" in routers.log.read_text(), "the key is dropped")
@@ -156,14 +158,14 @@ def test_a_new_key_of_the_issuer_is_fetched_when_its_first_token_comes(
                 return True
             return False
 
-        # Within the 10 s in which the URL is not asked again, the key is still unknown.
+        # The router does not fetch the keys again within 10 s. Until then, the new key is unknown.
         until(is_taken, "the new key is known")
         enqueue(channel, token(OLD, sub="worker-2"))
         assert keys.asked == 2
 
 
 def consume(channel: grpc.Channel, sent: str) -> Any:
-    """Opens a stream that consumes as long as it may."""
+    """Opens a stream that consumes until the router ends it."""
     stream: Any = channel.stream_stream("/windrow.v1.Queue/Consume")
     first = queue_pb2.ConsumeRequest(start=start("acme", QUEUE), credit=1).SerializeToString()
 

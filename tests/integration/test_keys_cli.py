@@ -1,4 +1,4 @@
-"""`windrow keys`: what operators read, and that bad input changes nothing."""
+"""Tests what `windrow keys` prints for operators, and that bad input changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lease tokens that name a shard which the cluster does not have: one that never existed, or one that was forgotten."""
+"""Lease tokens that name a shard which the cluster does not have: the shard never existed, or it was forgotten."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def acks(leases: Sequence[bytes]) -> list[queue_pb2.Ack]:
 
 
 def settle(both: Stubs, org: str, *leases: bytes) -> dict[str, Answers]:
-    """Returns the answers of every call that names leases, unary and on a stream. Ack comes last, because it ends the
-    leases."""
+    """Sends every call that names leases, first as unary calls and then on a stream. Returns the answers. Ack comes
+    last, because an ack ends the leases."""
     queue = both.queue
     extends = [queue_pb2.Extend(lease=lease) for lease in leases]
     extend = queue_pb2.ExtendRequest(org=org, extends=extends, visibility_window=WINDOW)
@@ -91,7 +91,7 @@ def test_a_lease_of_a_shard_that_never_existed_is_not_found_by_any_router(cluste
     for shard in ("s1", "s2"):
         org = cluster.org_on(shard)
         assert settle(cluster.stubs, org, foreign(job_id())) == {way: [NOT_FOUND] for way in WAYS}
-        # The bad lease does not affect other leases of the call.
+        # A bad lease does not affect the other leases in the same call.
         enqueue(cluster.stubs, org)
         (leased,) = dequeue(cluster.stubs, org)
         request = queue_pb2.AckRequest(org=org, acks=acks([foreign(job_id()), leased.lease, foreign(job_id())]))
@@ -104,10 +104,10 @@ def test_a_lease_of_a_shard_that_never_was_on_a_job_that_the_org_has_is_stale(cl
     enqueue(cluster.stubs, org, job)
     (leased,) = dequeue(cluster.stubs, org)
     assert settle(cluster.stubs, org, foreign(job.id)) == {way: [STALE] for way in WAYS}
-    # Nothing was changed.
+    # The real lease is still valid.
     request = queue_pb2.AckRequest(org=org, acks=acks([leased.lease]))
     assert list(cluster.stubs.queue.Ack(request, timeout=PATIENCE_S).answers) == [OK]
-    # Another org's job is NOT_FOUND.
+    # For another org, the answer is NOT_FOUND.
     other = cluster.org_on("s2")
     assert settle(cluster.stubs, other, foreign(job.id)) == {way: [NOT_FOUND] for way in WAYS}
 

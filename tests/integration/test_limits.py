@@ -1,5 +1,5 @@
-"""Limits of what orgs may enqueue, over gRPC: two sets of routers and two shards. Most limits here are per day, so that
-no token comes back while a test runs."""
+"""Tests limits of what orgs may enqueue, over gRPC, with two sets of routers and two shards. Most limits in these tests
+are per day, so that a bucket gets no new token while a test runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Cluster:
     far: Stubs
 
     def org(self) -> str:
-        """A new org that lives on s1."""
+        """Returns the name of a new org that lives on s1."""
         for _ in range(1000):
             org = f"org-l{next(_numbers)}"
             made = self.near.admin.CreateQueue(admin_pb2.CreateQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
@@ -82,7 +82,7 @@ class Cluster:
         return cleared
 
     def settle(self, org: str) -> None:
-        """Makes both routers read the limits and put them in force: a ListLimits does both."""
+        """Makes both routers read the limits and put them in force. One ListLimits call to a router does this."""
         for both in (self.near, self.far):
             listed(both, org)
 
@@ -137,7 +137,7 @@ def refused(call: Callable[[], object]) -> grpc.RpcError:
 
 
 def stored(cluster: Cluster, org: str, *, tries: int) -> int:
-    """Sends this many single jobs to both routers in turn. Returns how many of them are stored."""
+    """Sends `tries` enqueues with one job each, alternately to the two routers. Returns how many of them are stored."""
     count = 0
     for both in itertools.islice(itertools.cycle((cluster.near, cluster.far)), tries):
         with contextlib.suppress(grpc.RpcError):
@@ -190,7 +190,8 @@ def test_lines_above_the_limit_go_in_calls_that_the_limit_allows(cluster: Cluste
     command = ("enqueue", org, QUEUE, "k", "--lines", "--file", str(lines), "--batch", batch)
     at = ("--address", cluster.routers.address)
     done = windrow(*command, *at)
-    # The limit has no room for more jobs within the hour. This refusal differs from the first one: here waiting helps.
+    # The limit has no room for more jobs within the hour. After this refusal waiting helps, which is not so for a
+    # single call that is larger than the limit.
     assert (done.code, len(done.out.splitlines())) == (3, 20)
     assert "line 21 and those after it are not stored" in done.err
     again = windrow(*command, *at)
@@ -259,7 +260,7 @@ def test_a_refusal_names_the_limit_its_use_and_when_to_try_again(cluster: Cluste
     assert limit.interval == Duration(seconds=DAY_S)
     retry = detail(error, error_details_pb2.RetryInfo)
     assert retry is not None
-    # The call needs three more tokens.
+    # The call needs three more tokens, which take 0.3 days.
     assert 0.29 * DAY_S < retry.retry_delay.seconds <= 0.3 * DAY_S
 
 
@@ -322,7 +323,7 @@ def test_a_repeat_of_stored_jobs_is_not_refused_and_costs_nothing(cluster: Clust
     for both in (cluster.near, cluster.far, cluster.near):
         assert [result.id for result in enqueue(both, org, jobs)] == [job.id for job in jobs]
     enqueue(cluster.near, org, some(2))
-    # Now the limit has no room, and the repeat succeeds nevertheless.
+    # Now the limit has no room. The repeated call succeeds nevertheless.
     results = enqueue(cluster.far, org, jobs)
     assert [(result.id, result.duplicate) for result in results] == [(job.id, True) for job in jobs]
     refused(lambda: enqueue(cluster.near, org, [*jobs, new_job()]))
@@ -415,7 +416,7 @@ def test_a_router_with_an_older_limit_does_not_bring_it_back(cluster: Cluster) -
     draw = "SELECT granted, version FROM windrow.draw_tokens(%s, '', 'jobs', %s, %s, %s, %s, %s)"
     enqueue(cluster.near, org, some(1))
     ((version,),) = cluster.sql("s1", "SELECT version FROM windrow.token_bucket WHERE org = %s", org)
-    # Another router still knows a much larger limit.
+    # Draw as a router does that still knows an older and much larger limit.
     assert cluster.sql("s1", draw, org, 1, 100, 1000, DAY_S * 10**6, version - 1) == [(9, version)]
     # Tokens that this router drew before the change are not given back to the bucket of the new limit.
     assert cluster.sql("s1", draw, org, -5, -5, 1000, DAY_S * 10**6, version - 1) == [(0, version)]
@@ -438,7 +439,7 @@ def test_a_router_that_dies_loses_a_block_at_most(cluster: Cluster) -> None:
     with running_routers(cluster.config) as mortal, stubs(mortal.address) as there:
         for _ in range(20):
             enqueue(there, org, some(10))
-        # The bucket fills meanwhile, so this is an upper bound.
+        # The bucket also fills while the test runs, so the test can check only an upper bound.
         assert full - tokens(cluster, org) - 200 <= 10
         for pid in mortal.pids:
             os.kill(pid, signal.SIGKILL)
@@ -452,7 +453,7 @@ def test_a_router_that_ends_in_order_gives_its_tokens_back(cluster: Cluster) -> 
     with running_routers(cluster.config) as mortal, stubs(mortal.address) as there:
         for _ in range(20):
             enqueue(there, org, some(10))
-    # The bucket fills meanwhile, but only up to its amount.
+    # The bucket also fills while the test runs, but only up to the limit's amount.
     assert tokens(cluster, org) >= 100 * DAY_S - 200
 
 
@@ -479,7 +480,7 @@ def test_a_clock_that_was_set_back_neither_fills_a_bucket_nor_keeps_it_empty(clu
     cluster.sql("s1", shift, "2 days", org)
     draw = "SELECT granted FROM windrow.draw_tokens(%s, '', 'jobs', 1, 1, 10, %s, 0)"
     assert cluster.sql("s1", draw, org, DAY_S * 10**6) == [(0,)]
-    # From here on the bucket fills by the corrected clock.
+    # From this draw on, the bucket fills by the corrected clock.
     ((behind,),) = cluster.sql("s1", "SELECT filled_at <= now() FROM windrow.token_bucket WHERE org = %s", org)
     assert behind
     cluster.sql("s1", shift, "-1 day", org)

@@ -1,4 +1,5 @@
-"""Job lists page by page: each job once, newest first, wherever it is stored, and only those that match the filter."""
+"""Tests lists of jobs that are read page by page. A list has each job that matches the filter once, wherever the job is
+stored, and the newest job first."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ async def finish(store: Store, org: OrgId, count: int = 1, *, queue: str = QUEUE
 
 
 async def finish_cold(database: Database, org: OrgId, *, days: int, count: int = 1) -> list[JobId]:
-    """Makes jobs that finished this many days ago; their day is cold."""
+    """Makes jobs that finished this many days ago, on a day that is cold."""
     await finish(Store(database), org, count)
     ids = await age_finished(database, org, days=days)
     for day in await days_over(database):
@@ -203,7 +204,7 @@ async def test_a_job_that_goes_from_state_to_state_meanwhile_is_listed_once(
 async def test_a_look_that_takes_long_ends_with_what_it_has_and_the_next_one_goes_on_there(
     fresh_database: Database, fresh_books: QueueAdmin, org: OrgId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the time limit of this test, every query takes too long."""
+    """The time limit of this test is negative, so every query takes too long."""
     ids = [*await finish_cold(fresh_database, org, days=20), *await finish_cold(fresh_database, org, days=2)]
     monkeypatch.setattr(job_pages, "_SEARCH_S_MAX", -1.0)
     found = await pages(fresh_books, Wanted(org=org), 9)
@@ -365,7 +366,7 @@ async def test_a_job_that_is_on_two_shards_counts_once(books: QueueAdmin, store:
     assert (part.count, len(part.ids)) == (3, 48)
     ids = sorted(part.ids[at : at + 16] for at in range(0, 48, 16))
     assert job_counts.merged([part, part]).count == 3
-    # One shard has counted only up to the second id: later ids belong to the next `Part`.
+    # One shard has counted only up to the second id, so later ids belong to the next `Part`.
     cut = Part(count=1, ids=ids[2], until=str(UUID(bytes=ids[1])))
     both = job_counts.merged([part, cut])
     assert (both.count, both.until) == (2, cut.until)
@@ -383,6 +384,6 @@ async def test_calls_about_queues_of_one_org_do_not_hold_up_those_of_another(
         ended.append(one)
 
     await asyncio.gather(*(ask(org) for _ in range(40)), ask(other_org))
-    # Only two calls of the first org may end before the other org's call: the call that runs now, and the call that is
-    # next.
+    # Only two calls of the first org may end before the other org's call: the call that already runs, and the call
+    # after it.
     assert ended.index(other_org) <= 2

@@ -1,5 +1,4 @@
-"""Streams and waiting calls whose key is revoked or expires while they run; keys that are changed under load; a catalog
-that is away."""
+"""The key of a stream or of a waiting call is revoked or expires. Keys are changed under load. The catalog is away."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from tests.streams import QUEUE, Stream, client, detail, new_job, start, until, 
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 ORG = OrgId("acme")
-# With this number of connections, it happens only once in a million runs that a process gets no connection.
+# With this number of connections, each process gets a connection, except in about one of a million runs.
 STREAMS = 20
 UNAUTHENTICATED, UNAVAILABLE = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE
 
@@ -76,7 +75,7 @@ def cluster(postgres: Server, tmp_path_factory: pytest.TempPathFactory) -> Gener
 
 
 class WithToken:
-    """The Queue service, with a token in each call."""
+    """Calls the Queue service with a token in each call."""
 
     def __init__(self, queue: queue_pb2_grpc.QueueAsyncStub, token: str, name: str) -> None:
         self._queue = queue
@@ -124,8 +123,8 @@ async def calls(
 async def stream(
     cluster: Cluster, token: str, name: str = QUEUE, *, reads: bool = True
 ) -> AsyncGenerator[Stream, None]:
-    """A stream over a connection of its own. If the stream is not read, the connection's flow-control windows stay
-    small: otherwise gRPC may enlarge them until they hold all the jobs."""
+    """Opens a stream over its own connection. If the stream is not read, the connection's flow-control windows stay
+    small. Otherwise gRPC may enlarge the windows until they hold all the jobs."""
     async with calls(cluster, token, name, *(() if reads else (("grpc.http2.bdp_probe", 0),))) as queue:
         opened = Stream(queue, reads=reads)  # type: ignore[arg-type]
         await opened.send(start=start(ORG, name, window_s=3600), credit=1000)
@@ -159,7 +158,7 @@ async def test_jobs_that_a_revoked_stream_was_not_sent_are_released_at_once(clus
     async with calls(cluster, other, "unsent") as queue:
         stored = await queue.enqueue(*[bytes(100_000)] * 100)
         async with stream(cluster, revoked, "unsent", reads=False) as unread:
-            # These jobs are more than fit into a client's flow-control windows.
+            # Forty or more of the jobs do not fit into the client's flow-control windows.
             await until(lambda: queue.are_leased(60, stored), "the router took jobs that it cannot send")
             await cluster.revoke(revoked)
             taken = set[str]()
@@ -168,7 +167,7 @@ async def test_jobs_that_a_revoked_stream_was_not_sent_are_released_at_once(clus
                 taken.update(await queue.dequeue())
                 return len(taken) >= 40
 
-            # The unsent jobs are leased for an hour, unless they are released.
+            # Unless the router releases the unsent jobs, they stay leased for an hour.
             await until(take, "other consumers get what was not sent")
             unread.read()
             assert await unread.end() is UNAUTHENTICATED
@@ -177,12 +176,13 @@ async def test_jobs_that_a_revoked_stream_was_not_sent_are_released_at_once(clus
 async def test_waiting_calls_of_a_revoked_key_end(cluster: Cluster) -> None:
     key = await cluster.new_key()
     async with calls(cluster, key, "waiting") as queue:
-        # The process that serves this connection knows the key from now on.
+        # After these calls, the process that serves this connection knows the key.
         (job,) = await queue.enqueue(b"")
         assert await queue.dequeue() == [job]
         waiting = [asyncio.create_task(queue.dequeue(wait_s=60)), asyncio.create_task(queue.until_ended(job))]
         await asyncio.sleep(0)
-        # Calls of one connection begin in the order in which they were sent, so the waiting calls have begun.
+        # Calls of one connection begin in the order in which they were sent. So the waiting calls have begun when this
+        # call is answered.
         assert await queue.are_leased(1, [job])
         await cluster.revoke(key)
         for call in waiting:
@@ -227,7 +227,7 @@ async def test_keys_are_replaced_under_load_without_a_failed_call(cluster: Clust
             await until(lambda: holds() or any(task.done() for task in producers), "every producer goes on")
 
         for _ in range(trials(8, thorough=200)):
-            # During one call of a producer, at most one key is revoked.
+            # Wait for the producers, so that at most one key is revoked during one call of a producer.
             await until_or_failed(all_use_it)
             await until_or_failed(partial(all_went_on, list(done)))
             before, current = current, await cluster.new_key()

@@ -1,5 +1,5 @@
 """A row that another session keeps locked (a forgotten BEGIN; SELECT … FOR UPDATE in psql) affects only the calls that
-need it. Other calls in the same statement succeed. Each test decides when its locks are released."""
+need the row. Other calls in the same SQL statement succeed. Each test decides when its locks are released."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ async def test_of_a_job_that_is_locked_another_org_hears_nothing(
 async def test_a_lease_that_has_ended_is_stale_also_while_its_job_is_deleted_elsewhere(
     recorder: Recorder, module_dsn: str, org: OrgId
 ) -> None:
-    """Another router's ack has deleted the row. After its commit, the nack finds no job."""
+    """Another router's ack has deleted the row. After this ack has committed, the nack finds no job."""
     store = Store(recorder)
     (mine,) = await held_by(store, org)
     async with forgotten(module_dsn, "DELETE FROM windrow.job WHERE id = %s", name_of(mine)) as session:
@@ -363,7 +363,7 @@ async def test_where_nothing_is_locked_nobody_looks_for_locks(recorder: Recorder
     async with locked_job(module_dsn, leases[1]):
         with pytest.raises(RowLocked):
             await store.settle(Settlement.ack(org, leases[1:2]))
-    # A second look confirms that the job is locked.
+    # The store has looked twice: the second look confirms that the job is locked.
     assert recorder.count(statements.FIND_LOCKED_JOBS, since=before) == 2
     # The store looks for locks once more, now for any job of the org.
     assert await store.settle(Settlement.ack(org, leases[2:])) == [OK]
@@ -377,7 +377,7 @@ async def test_a_job_that_is_deleted_while_locks_are_looked_for_is_not_locked(
 ) -> None:
     store = Store(fresh_database)
     (lease,) = await held_by(store, org)
-    # The statement that looks for locks takes its snapshot, and then waits here before it looks at the job.
+    # The statement that looks for locks takes its snapshot. Then it waits in this function, before it looks at the job.
     await fresh_database.run(
         b"""
         CREATE OR REPLACE FUNCTION windrow.org_ids(orgs text[]) RETURNS integer[]
@@ -401,7 +401,7 @@ async def test_a_job_that_is_deleted_while_locks_are_looked_for_is_not_locked(
 
 
 def test_statements_that_take_turns_on_a_connection_wait_alike() -> None:
-    """Otherwise lock_timeout would be set again for each statement, which costs a round trip."""
+    """Otherwise the connection would have to set `lock_timeout` between two statements, which costs a round trip."""
     hot = (
         statements.ENQUEUE,
         statements.ENQUEUE_PLAIN,

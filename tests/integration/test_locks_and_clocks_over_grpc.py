@@ -1,5 +1,4 @@
-"""What callers and operators see when a row is locked, or when a clock was set back: over gRPC and on the command
-line."""
+"""Tests what callers see over gRPC, and operators on the command line, when a row is locked or a clock was set back."""
 
 from __future__ import annotations
 
@@ -111,7 +110,7 @@ def test_the_ack_of_a_locked_job_names_the_blocker_and_other_calls_succeed(runni
 
 @pytest.mark.parametrize("what", ["stream", "stream of all orgs", "dequeue"])
 async def test_consumers_wait_while_the_bucket_of_a_group_is_locked(running: Running, what: str) -> None:
-    """A job of a group falls due, so the claim needs the bucket of the group, which another session has locked."""
+    """A job of a group falls due. So the claim needs the bucket of the group, which another session has locked."""
     async with client(running.routers.address) as near, AsyncExitStack() as stack:
         (job,) = await near.enqueue("mine", new_job(group="g", delay=Duration(seconds=3600)))
         holder = await stack.enter_async_context(await psycopg.AsyncConnection.connect(running.dsn))
@@ -133,7 +132,7 @@ async def test_consumers_wait_while_the_bucket_of_a_group_is_locked(running: Run
 
 
 async def test_a_dequeue_that_does_not_wait_is_told_that_a_row_is_locked(running: Running) -> None:
-    """An answer without jobs would mean that none is due."""
+    """An answer without jobs would mean that no job is due."""
     async with client(running.routers.address) as near:
         await near.enqueue("mine", new_job(group="g", delay=Duration(seconds=3600)))
         async with await psycopg.AsyncConnection.connect(running.dsn) as holder:

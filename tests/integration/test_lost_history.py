@@ -65,7 +65,7 @@ class Backups:
         self.server.create(f"{self.name}_backup", template=self.name)
 
     def put_back(self) -> None:
-        """Restores the backup; all sessions are disconnected."""
+        """Restores the backup. This disconnects all sessions."""
         self.server.drop(self.name)
         self.server.create(self.name, template=f"{self.name}_backup")
 
@@ -117,7 +117,8 @@ async def test_a_backup_put_back_without_a_move_is_refused_until_somebody_accept
         await up(fleet)
         await store(fleet, org)
         await mark(spare_dsn, backups.dsn)
-        # The backup is restored while a router runs, which may store jobs there before it notices.
+        # Restore the backup while a router runs. The router may store jobs on the restored shard before it notices the
+        # restore.
         backups.put_back()
         unnoticed = await until_refused(
             fleet, org, "has lost history: .* accept the loss by `windrow shards accept s2 --config FILE`"
@@ -128,7 +129,7 @@ async def test_a_backup_put_back_without_a_move_is_refused_until_somebody_accept
         await until_refused(fleet, org, "has lost history")
         await store(fleet, near)
         async with open_shards(cluster) as shards:
-            # A router may mark the restored database before it has noticed the loss.
+            # Write a mark, as a router may do before it has noticed the loss.
             while await marks.make(shards.databases[B]) is None:
                 pass
             loss = await find_loss(shards.databases[B], shards.catalog, cluster=cluster.name)
@@ -143,7 +144,7 @@ async def test_a_backup_put_back_without_a_move_is_refused_until_somebody_accept
         member = await up(fleet)
         await store(fleet, org)
         assert [(one.accepted, one.balanced) for one in await member.queue_admin.check()] == [(2 + unnoticed, True)]
-        # Marks of the new history are confirmed, too.
+        # Routers confirm marks again, now those of the new history.
         before = confirmed_mark(spare_dsn)
         await store(fleet, org)
         await until(lambda: confirmed_mark(spare_dsn) > before)
@@ -243,7 +244,7 @@ async def test_a_router_writes_no_further_mark_before_the_catalog_has_confirmed_
         monkeypatch.setattr(member, "_confirm", confirm)
         await member._mark()
         assert confirmed_mark(spare_dsn) == 1
-        # This mark does not cover what was done after it was written.
+        # The confirmed mark does not cover what was done after the mark was written.
         assert member._queue_database.changed
 
 
@@ -319,7 +320,8 @@ async def test_a_backup_from_before_a_move_is_refused_though_nothing_else_was_do
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """The jobs that s2 had at the time of the backup, grouped by what happens to them after the restore."""
+    """The jobs that s2 had at the time of the backup, keyed by queue. The name of a queue says what becomes of its
+    job."""
 
     ids: dict[str, JobId]
     # The epochs of the move to s2 and of the move back.
@@ -352,14 +354,15 @@ async def go_back_in_time(dsn: str, backups: Backups, org: OrgId) -> Gone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Databases of both shards. Tests use only copies of them."""
+    """The databases of both shards in a certain state. Tests use only copies of these databases."""
 
     server: Server
     names: tuple[str, str]
 
     @contextlib.contextmanager
     def copied(self) -> Iterator[tuple[str, Backups]]:
-        """Yields the DSN of a copy of s1, and a copy of s2. They are dropped at the end of the block."""
+        """Copies both databases. Yields the DSN of the copy of s1, and the `Backups` of the copy of s2. Both copies are
+        dropped at the end of the `with` block."""
         first, second = [f"history_{next(_numbers)}" for _ in range(2)]
         with contextlib.ExitStack() as stack:
             for name, template in zip((first, second), self.names, strict=True):
@@ -368,7 +371,8 @@ class Snapshot:
             yield self.server.dsn(first), Backups(server=self.server, name=second)
 
 
-# The org in the tests that use a copy of the same snapshot. Each of these tests has databases of its own.
+# All tests that copy the snapshot use this org. They do not disturb each other, because each test has its own
+# databases.
 LOST_ORG = OrgId("lost-org")
 
 
@@ -391,14 +395,14 @@ def gone(postgres: Server, template: str) -> Iterator[tuple[Gone, Snapshot]]:
 
 @pytest.fixture(scope="module")
 def accepted(gone: tuple[Gone, Snapshot]) -> Iterator[Snapshot]:
-    """Both databases after the loss was accepted."""
+    """Yields both databases as they are after an operator has accepted the loss."""
     with gone[1].copied() as (dsn, backups):
         in_thread(accept_all(dsn, backups))
         yield Snapshot(server=backups.server, names=(str(conninfo_to_dict(dsn)["dbname"]), backups.name))
 
 
 def in_thread(work: Coroutine[Any, Any, T]) -> T:
-    """Runs the coroutine in a thread: a fixture may be set up while an event loop runs."""
+    """Runs the coroutine in another thread, because an event loop may already run in this one."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, work).result()
 
@@ -552,8 +556,8 @@ async def test_jobs_that_nobody_else_knows_are_brought_home_whole(pair: Pair) ->
 
 @pytest.mark.parametrize("has_ended", [True, False])
 async def test_a_blocked_job_whose_node_has_ended_at_home_runs_again(pair: Pair, has_ended: bool) -> None:
-    """In the backup the job is blocked. The job has run since, and its end was lost with the shard. The workflow has
-    moved away."""
+    """In the backup the job is blocked. The workflow has moved away since. If `has_ended`, the job has also run since,
+    and its end was lost with the shard."""
     org = LOST_ORG
     await run(pair)
     home = Flows(pair.databases[A], org)
@@ -624,7 +628,7 @@ async def test_jobs_that_were_known_at_home_have_one_record_each_when_their_org_
     await pair.move([org], target=B)
     ((_, other),) = await lease_jobs(pair.store(B), org, max_jobs=1)
     for _ in range(2):
-        # Repeat the ack, as if the first answer was lost.
+        # Repeat the ack, as if the first answer had been lost.
         assert await pair.store(B).settle(Settlement.ack(org, [other])) == [Answer.OK]
     found = await states(pair, org, ids_of(jobs))
     assert found.pop((A, job.id)) == "succeeded"
@@ -636,7 +640,8 @@ async def test_jobs_that_were_known_at_home_have_one_record_each_when_their_org_
 async def test_jobs_that_finish_while_they_are_being_brought_home_are_not_brought(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The jobs reach the org's shard and finish there. Before that, the recovery has asked that shard about them."""
+    """The recovery asks the org's shard about the jobs. Only afterwards, the jobs reach that shard, and one of them
+    finishes there."""
     org = LOST_ORG
     await run(pair)
     jobs = some_jobs(org, 2)
@@ -692,7 +697,7 @@ async def test_jobs_under_a_lease_wait_until_it_ends_and_old_ones_until_it_is_as
 
 
 async def test_jobs_of_an_org_that_was_pinned_elsewhere_since_go_there(pair: Pair) -> None:
-    """The restored shard knows the org only in its hash slot."""
+    """On the restored shard, the org is still in its hash slot."""
     org = LOST_ORG
     pinned = OrgId(f"{org}-pinned")
     await enqueue(pair, some_jobs(pinned))
@@ -861,8 +866,8 @@ async def come_again(dsn: str, backups: Backups, org: OrgId) -> dict[str, JobId]
 async def test_jobs_that_had_left_a_restored_shard_do_not_run_there_again_when_their_slot_comes_back(
     fresh_dsn: str, backups: Backups, org: OrgId, steps: int | None
 ) -> None:
-    """The shard is lost while the slot moves to it: the move has begun, is open, has switched, or has moved all
-    jobs."""
+    """The shard is lost while the slot moves to it. By then the move has only begun, has opened the slot on the target,
+    has switched, or has moved all jobs."""
     ids = await come_again(fresh_dsn, backups, org)
     async with open_pair(fresh_dsn, backups.dsn) as pair:
         move = await pair.begin([org], target=B)
@@ -882,7 +887,7 @@ async def test_jobs_that_had_left_a_restored_shard_do_not_run_there_again_when_t
             await pair.mover(move).finish()
         assert await pair.placement(org) == ((B,), (B,))
         ((job, lease),) = await lease_jobs(pair.store(B), org, queue="ready", max_jobs=9)
-        # If a copy of the job had arrived on s2 again, this copy is lost. The backup has the only copy.
+        # If the job had come back to s2, the restore has removed that copy. The backup has the only copy.
         assert job.id == ids["ready"]
         for _ in range(2):
             assert await pair.store(B).settle(Settlement.ack(org, [lease])) == [Answer.OK]
@@ -932,7 +937,7 @@ async def test_the_list_names_each_job_once_and_says_what_becomes_of_it(
         came = [one async for page in found.came() for one in page]
         slot = (await catalog.read(databases[A])).slot(org)
         await recovery.accept(loss, databases, databases[A], cluster=CLUSTER)
-    # The copy of the job that went to s1 and came back is lost, so the backup has the only copy.
+    # If the job went to s1 and came back, the restore has removed that copy. Then the backup has the only copy.
     fate, known_on = (differences.Fate.MAY_RUN_AGAIN, None) if is_back else (differences.Fate.DELETED, A)
     assert {(job.id, job.queue, job.state, job.fate, job.known_on) for job in jobs} == {
         (ids["acked"], "acked", "ready", differences.Fate.DELETED, A),
@@ -996,7 +1001,7 @@ async def test_runs_of_schedules_are_skipped_when_a_loss_is_accepted_unless_they
 async def test_schedules_workflows_and_configurations_that_came_with_an_org_are_gone_with_its_jobs(
     fresh_dsn: str, backups: Backups, org: OrgId
 ) -> None:
-    """Their only copy was on the shard, as docs/operations.md says."""
+    """The only copy of the schedules, workflows and configurations was on the shard, as docs/operations.md says."""
     queue, paused = QueueName("mail"), QueueSettings(paused=True)
     async with open_pair(fresh_dsn, backups.dsn) as pair:
         pass
@@ -1024,7 +1029,7 @@ async def test_schedules_workflows_and_configurations_that_came_with_an_org_are_
 async def test_a_loss_that_was_accepted_is_not_accepted_again_over_a_move_that_began_since(
     fresh_dsn: str, backups: Backups, org: OrgId
 ) -> None:
-    """Two operators have seen the loss, and the second operator confirms later."""
+    """Two operators have seen the loss. The second operator accepts it only after a move has begun."""
     async with open_pair(fresh_dsn, backups.dsn) as pair:
         await pair.store(A).enqueue(some_jobs(org, 3))
         await pair.move([org], target=B)

@@ -1,4 +1,4 @@
-"""The metrics of a router: as its scrape endpoint and a real Prometheus show them, and the alert rules."""
+"""Tests the metrics of a router, as the scrape endpoint and a real Prometheus show them, and the alert rules."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def figures(routers: Routers) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def run_jobs(routers: Routers, org: str, connections: int) -> None:
-    """Over each connection, enqueues three jobs, enqueues one of them again, acks all three, and releases them too
-    late."""
+    """Over each connection, enqueues three jobs, enqueues one of them again, acks all three, and then tries to release
+    them."""
     for _ in range(connections):
         with stubs(routers.address) as both:
             jobs = [job_message(id=job_id(), queue="emails", kind="greet") for _ in range(3)]

@@ -41,7 +41,8 @@ async def lease_one(pair: Pair, shard: ShardName, org: OrgId, queue: str) -> tup
 
 
 async def populate(pair: Pair, shard: ShardName, org: OrgId, *, epoch: int = 1) -> dict[str, JobId]:
-    """Stores a job in each condition. Returns the jobs by their descriptions. No job is leased."""
+    """Stores jobs with different states and histories. Returns the ids of the jobs by descriptions of the jobs. No job
+    is leased."""
     store = pair.store(shard)
     made: dict[str, JobId] = {}
 
@@ -84,8 +85,8 @@ FINISHED = {"done", "cancelled"}
 
 
 def told(record: JobRecord) -> JobRecord:
-    """Returns the record as it looks to a reader who has noticed every end of a lease, so that all readers' records can
-    be compared."""
+    """Returns the record as it looks after the shard has noticed all expired leases. So records that were read before
+    and after this can be compared."""
     unseen = record.state == "ready" and record.worker is not None
     history = [(a.attempt, a.worker, a.leased_at, a.ended_at, a.outcome.value, a.failure) for a in record.attempts()]
     record = record._replace(history=json.dumps(history))
@@ -98,8 +99,8 @@ def told(record: JobRecord) -> JobRecord:
 async def assert_all_there(
     pair: Pair, org: OrgId, before: dict[tuple[ShardName, JobId], JobRecord], at: ShardName, finished_at: ShardName
 ) -> None:
-    """Asserts that every job is unchanged and on exactly one shard. Asserts that live and dead jobs are on the shard to
-    which they moved."""
+    """Asserts that every job is unchanged and on exactly one shard: live and dead jobs on `at`, finished jobs on
+    `finished_at`."""
     found = await pair.jobs(org, [job for _, job in before])
     assert len(found) == len(before)
     for (_, job), record in before.items():
@@ -125,8 +126,8 @@ async def take_steps(pair: Pair, move: Move, count: int) -> None:
 async def test_a_move_is_finished_by_another_balancer_wherever_the_first_one_died(
     pair: Pair, org: OrgId, how: str
 ) -> None:
-    """The org moves to the other shard and back, again and again. In each move the first balancer dies at a later
-    act."""
+    """The org moves to the other shard and back, again and again. In each move, the first balancer dies at a later act
+    than in the move before."""
     home, away, epoch = A, B, 1
     for at in deaths(how):
         before = await pair.jobs(org, list((await populate(pair, home, org, epoch=epoch)).values()))
@@ -144,7 +145,7 @@ async def test_a_move_is_finished_by_another_balancer_wherever_the_first_one_die
         await pair.mover(move).finish()
         assert await pair.placement(org) == ((away,), (away,))
         await assert_all_there(pair, org, before, away, home)
-        # The next round uses the same keys.
+        # End the jobs, because the next round uses the same live keys.
         for shard in (A, B):
             await pair.store(shard).cancel(org, [job for _, job in before], reason="")
             await timemachine.end_dedup_windows(pair.databases[shard], org)
@@ -211,7 +212,7 @@ async def test_balancers_that_work_at_the_same_time_do_no_harm(pair: Pair, org: 
 
 
 async def test_a_step_that_comes_late_changes_nothing(pair: Pair, org: OrgId) -> None:
-    """Each step of the first two moves is run again later, as by a process that was frozen for a while."""
+    """Each step of the first two moves runs again later, as if a process had been frozen for a while."""
     made = await populate(pair, A, org)
     slots = [slot_of(org)]
     planned = await pair.known()
@@ -262,7 +263,7 @@ async def test_a_step_that_comes_late_changes_nothing(pair: Pair, org: OrgId) ->
         for shard in (A, B):
             await catalog.grant_slots(pair.databases[shard], planned)
     assert await catalog.begin_move(pair.catalog, planned, slots, target=B) is None
-    # These steps of the third move have been done already, or have another number.
+    # The third move has done these steps already, or is not at the chunk that they name.
     assert not await move_steps.export_chunk(
         pair.databases[A], {slots[0]: 1}, epoch=third.epoch, rows_max=9, bytes_max=9999
     )
@@ -290,8 +291,8 @@ async def test_what_comes_late_when_the_next_move_has_only_begun_changes_nothing
     begun = await pair.known()
     await catalog.switch_writer(pair.catalog, first)
     assert await pair.known() == begun
-    # A router that starts tells the shards only about slots that are not being moved. If it told them about this slot,
-    # the source could not close the slot.
+    # A router that starts tells the shards only about slots that are not being moved. If the router told the shards
+    # about this slot, the source could not close the slot.
     for shard in (A, B):
         await catalog.grant_slots(pair.databases[shard], begun)
     for shard in (A, B):
@@ -315,7 +316,7 @@ async def test_who_opens_a_slot_late_does_not_bring_back_a_queue_that_was_delete
 async def test_jobs_of_which_nobody_was_told_that_they_departed_are_the_first_to_arrive(
     pair: Pair, org: OrgId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The source becomes unreachable after the jobs have departed and before it has answered."""
+    """The source becomes unreachable after the jobs have departed, but before the source has answered."""
     first, second = sorted((OrgId(f"{org}-{n}") for n in range(2)), key=slot_of)
     jobs = {one: some_jobs(one, 9) for one in (first, second)}
     for one in jobs.values():
@@ -411,7 +412,7 @@ async def test_a_move_waits_for_leases_and_moves_what_becomes_of_the_jobs(pair: 
 
 
 async def test_jobs_that_arrive_late_and_are_the_oldest_are_announced_and_found(pair: Pair, org: OrgId) -> None:
-    """A router's floors are above these jobs, and a claim begins at its floors."""
+    """A claim begins at the router's floors, and these jobs are below the floors."""
     there, told = pair.store(B), asyncio.Queue[Collection[QueueId]]()
     doorbell = Doorbell(pair.databases[B], pair.dsns[B], on_ring=lambda _: heard.set(), on_arrival=told.put_nowait)
     heard = asyncio.Event()
@@ -444,7 +445,7 @@ async def test_the_balancer_that_finds_jobs_already_imported_announces_them(pair
         pair.databases[A], {move.slots[0]: 1}, epoch=move.epoch, rows_max=9, bytes_max=10**6
     )
     departed = await move_steps.read_exported(pair.databases[A], move.slots, epoch=move.epoch)
-    # The process that takes this step dies afterwards.
+    # Take this step as a balancer does that dies afterwards.
     assert await move_steps.import_chunk(pair.databases[B], departed, epoch=move.epoch) == set(move.slots)
     fate = Fate(at=0, how="")
     async with mortal_mover(pair, move, fate) as mover:
@@ -662,7 +663,7 @@ async def test_queues_move_with_their_configuration(pair: Pair, org: OrgId) -> N
         every,
         PAUSED,
     ]
-    # Move back, over the configuration that is still there.
+    # Move the org back to the shard that still has the org's old configuration.
     await pair.books[B].alter_queue(org, OTHER, RESUMED, epoch=move.epoch)
     reset = await pair.books[B].alter_queue(org, QUEUE, QueueSettings(), reset=list(SETTING_COLUMNS), epoch=move.epoch)
     assert reset.settings == RESUMED
@@ -698,7 +699,7 @@ async def test_a_configuration_is_changed_on_its_writer_alone_and_on_the_source_
     await timemachine.end_leases(pair.databases[A], org)
     await pair.mover(move).finish()
     back = await pair.move([org], target=A)
-    # A change that was meant for the first move comes late, to a shard that is no longer the source.
+    # A change that was meant for the first move comes late. The shard is no longer the source.
     with pytest.raises(NotOwned):
         await a.alter_queue(org, QUEUE, PAUSED, epoch=move.epoch, draining=True)
     assert not (await a.get_queue(org, QUEUE)).settings.paused

@@ -1,5 +1,5 @@
-"""A router runs while a newer release applies a breaking migration to one database: the router stops using that
-database, and continues with the others."""
+"""A router runs while a newer release applies a breaking migration to the database of one shard. The router stops using
+that shard, and continues with the other shards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Running:
     stubs: Stubs
 
     def enqueue(self, org: str) -> str:
-        """Stores a job. Returns an empty string, or the reason why it was refused."""
+        """Tries to store a job. Returns an empty string, or the reason why the router refused the job."""
         job = job_message(id=job_id(), queue="mail", kind="greet")
         try:
             self.stubs.queue.Enqueue(queue_pb2.EnqueueRequest(org=org, jobs=[job]), timeout=PATIENCE_S)
@@ -64,7 +64,7 @@ class Running:
 
 @pytest.fixture
 def running(postgres: Server, tmp_path: Path) -> Generator[Running, None, None]:
-    """Two shards, and a catalog in a database of its own."""
+    """Starts routers with two shards, and with the catalog in its own database."""
     names = {name: f"newer_{next(_numbers)}_{name}" for name in ("s1", "s2", "catalog")}
     dsns = {name: postgres.create(database) for name, database in names.items()}
     config = write_cluster(
@@ -78,7 +78,8 @@ def running(postgres: Server, tmp_path: Path) -> Generator[Running, None, None]:
 
 @pytest.fixture
 def newer_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes this process a release with one more migration, with which the routers' release cannot work."""
+    """Makes this process behave as a newer release: it has one more migration, after which the routers' older release
+    cannot work."""
     ours = schema.migrations()
     newer = Migration(number=9000, name="later", script=b"-- BREAKING\nSELECT 1")
     monkeypatch.setattr(schema, "migrations", lambda: [*ours, newer])
@@ -102,9 +103,9 @@ def test_a_router_that_runs_stops_using_a_shard_that_a_newer_release_has_migrate
     assert WHY in running.shards()["s2"].error
     assert running.enqueue(here) == ""
     assert running.shards()["s1"].reachable
-    # After an upgrade a router can use the shard again.
+    # An upgraded router can use the shard again.
     assert asyncio.run(enqueue_upgraded(running.routers.config, there)) == {}
-    # If the schema is restored, as from a backup, a router of the old release can use the shard again too.
+    # If the old schema is restored, as from a backup, a router of the old release can use the shard again too.
     running.sql("s2", b"DELETE FROM windrow.migration WHERE number = 9000")
     until(lambda: running.enqueue(there) == "", "the shard is used again")
     until(lambda: running.shards()["s2"].reachable, "`windrow shards` says so")

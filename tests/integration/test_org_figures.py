@@ -68,7 +68,7 @@ async def listed(
         wanted = WantedOrgs(search, sort, max_age_us)
         orgs, more = await books.list_orgs(wanted, after=after, page_size=page_size)
         found += orgs
-        # Later pages use the same count.
+        # Allow an older count from now on, so that the later pages use the count of the first page.
         max_age_us = MINUTE
         if orgs:
             after = Place(orgs[-1].figure(sort), orgs[-1].org)
@@ -114,8 +114,8 @@ async def test_the_jobs_are_counted_again_only_when_the_count_is_too_old(
     assert [counts(one) for one in await listed(fresh_books)] == [(org, 4, 3, 0, 0)]
     await fresh_books.purge_queue(org, some_jobs(org).queues[0], limit=100, include_dead=True)
     assert [counts(one) for one in await listed(fresh_books)] == [(org, 0, 0, 0, 0)]
-    # A count needs the row of the last count, so it waits for the session that holds this row. When the wait ends, the
-    # last count is young enough, so nothing is counted again.
+    # A count locks the row of the last count, and may have to wait for this lock. When the wait ends, the last count is
+    # young enough, so nothing is counted again.
     two = await asyncio.gather(*(org_figures.count(fresh_books._database, max_age_us=MINUTE) for _ in range(2)))
     assert two == [None, None]
 
@@ -154,7 +154,7 @@ async def test_a_count_by_an_older_release_gives_no_wrong_rates(
     store = Store(fresh_database)
     await listed(fresh_books)
     await populate(store, org, ready=4)
-    # Write the count as the older release does, without the accepted jobs.
+    # Write a count as an older release does: it does not write how many jobs were accepted.
     await fresh_database.run(b"UPDATE windrow.org_figures_counted SET at = clock_timestamp()", {})
     assert [(one.enqueued_per_1000_s, one.rates_over_us) for one in await listed(fresh_books)] == [(0, None)]
     await populate(store, org, ready=1)
@@ -169,7 +169,7 @@ async def test_a_count_that_waited_for_another_does_not_count_again(
     await listed(fresh_books)
     await populate(store, org, ready=4)
     async with fresh_database.transaction() as connection:
-        # This is the other count, which holds the row until it commits.
+        # This transaction is the other count. It keeps the row locked until it commits.
         await connection.execute("UPDATE windrow.org_figures_counted SET before = at, at = now(), accepted_at = now()")
         await connection.execute("UPDATE windrow.org_figures SET ready = 8, accepted = 8, enqueued = 4")
         second = asyncio.create_task(org_figures.count(fresh_books._database, max_age_us=NOW))
@@ -184,7 +184,7 @@ async def test_a_count_that_waited_for_another_does_not_count_again(
 async def test_a_count_of_a_clock_that_was_set_back_since_is_not_used(
     fresh_database: Database, fresh_books: QueueAdmin, org: OrgId
 ) -> None:
-    """If the count were used, the figures would not change until the clock has reached the time of the count again."""
+    """If the count were used, the figures would not change until the clock reaches the time of the count again."""
     await listed(fresh_books)
     await fresh_database.run(
         b"UPDATE windrow.org_figures_counted SET at = at + interval '1 hour', accepted_at = at + interval '1 hour'", {}
@@ -208,7 +208,7 @@ async def test_an_org_that_moves_is_on_both_shards_and_afterwards_only_where_it_
     move = await pair.begin([org], target=B)
     assert slot_of(org) in {slot for slot, place in enumerate((await pair.known()).slots) if len(place.reads) > 1}
     assert org in {one.org for one in await listed(pair.books[A])}
-    # Give the leased job back: otherwise the move would wait until the lease ends.
+    # Release the leased job. Otherwise the move would wait until the lease ends.
     await pair.databases[A].run(
         b"UPDATE windrow.job SET lease = NULL, leased_at = NULL, worker = NULL, visible_at = run_at", {}
     )

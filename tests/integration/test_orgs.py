@@ -1,4 +1,4 @@
-"""One org's history, on all shards that have jobs of the org: its own retention, legal hold, erasure."""
+"""Tests the retention, the legal hold and the erasure of one org, on all shards that have jobs of the org."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def release(field: Field, org: OrgId) -> None:
 
 
 async def version(field: Field) -> int:
-    """Returns the version of the catalog's policies."""
+    """Returns the version of the orgs' policies in the catalog."""
     ((changed,),) = await field.catalog.run(b"SELECT changed FROM windrow.policies", {})
     return int(changed)
 
@@ -94,7 +94,7 @@ async def restore_catalog(field: Field, *, version: int) -> None:
 
 
 async def retentions(database: Database, org: OrgId) -> list[tuple[str, int]]:
-    """Returns the kind of table and the retention of each finished job of the org."""
+    """Returns, for each finished job of the org, the kind of the job's table and the job's retention."""
     return await database.run(
         b"""
         SELECT split_part(c.relname, '_', 1), f.retention
@@ -114,7 +114,7 @@ async def assert_balanced(*databases: Database) -> None:
             assert entry.balanced, entry
 
 
-# ── How long it is kept ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── How long the history is kept ─────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_an_orgs_word_holds_for_its_queues_that_say_nothing_on_every_shard_and_for_queues_to_come(
@@ -162,11 +162,11 @@ async def test_a_shard_that_was_away_is_told_before_an_archiver_works_there(fiel
 
 async def test_an_older_copy_never_overwrites_a_newer_one(field: Field, org: OrgId, other_org: OrgId) -> None:
     await hold(field, org)
-    # The shard's database was restored from a time before the change.
+    # Make it look as if the shard's database had been restored from a backup that is older than the change.
     await field.databases[B].run(b"UPDATE windrow.policies SET changed = 1", {})
     await org_policies.copy(field.databases[B], field.databases[A])
     assert await field.databases[A].run(b"SELECT FROM windrow.org WHERE org = %(org)s AND held", {"org": org})
-    # A restored catalog still gives higher numbers as soon as something is changed.
+    # After a change, a restored catalog has a higher version than the shards again.
     await restore_catalog(field, version=1)
     await keep(field, other_org, 7)
     assert await field.catalog.run(b"SELECT retention FROM windrow.org WHERE org = %(org)s", {"org": other_org}) == [
@@ -285,7 +285,7 @@ async def test_steps_that_may_read_a_day_of_all_orgs_have_an_hour_for_it(
     await orgs.erase(field.cluster, org, say=print)
     rows = await database.run(b"SELECT DISTINCT step, timeout FROM public.limits", {})
     assert sorted(rows) == sorted((step, "1h") for step in steps)
-    # The export counts a day's jobs.
+    # Now some jobs finish and age, because the export counts the jobs of past days.
     await finish_some(database, org)
     await age_finished(database, org, days=40)
     for day in await days_over(database):
@@ -305,7 +305,7 @@ async def test_an_orgs_retention_for_which_one_shard_has_no_room_changes_nothing
     with pytest.raises(TooManyRetentions, match=r"has 32 different retentions.* no room for 14 days"):
         await orgs.keep(field.cluster, org, days=14)
     assert await orgs.read(field.cluster) == before
-    # A retention that is in use is accepted, and so is the default.
+    # A retention that other orgs already have is accepted, and the default is accepted too.
     policy, behind, _ = await orgs.keep(field.cluster, org, days=100)
     assert (policy.retention, behind) == (100, {})
     assert (await orgs.keep(field.cluster, org, days=None)).policy.retention is None
@@ -371,7 +371,7 @@ async def test_a_hold_that_is_put_at_the_last_moment_before_a_day_is_dropped_hol
     held = asyncio.Event()
 
     async def wait(connection: object) -> None:
-        # At this moment the drop has looked for jobs of orgs under legal hold, and has found none.
+        # By now, the drop has looked for jobs of orgs under legal hold, and has found none.
         if not held.is_set():
             held.set()
             await hold(field, org)
@@ -419,7 +419,7 @@ async def test_a_restored_catalog_gets_its_policies_from_the_shard_that_has_the_
 ) -> None:
     before = await version(field)
     await keep(field, other_org, 7)
-    # One shard is away when the org is put under legal hold.
+    # Copy the legal hold to one shard only, as if the other shard were away.
     await org_policies.hold(field.catalog, org, reason="case 7")
     await org_policies.copy(field.catalog, field.databases[B])
     await restore_catalog(field, version=before)
@@ -440,7 +440,7 @@ async def test_jobs_of_a_held_org_that_join_a_day_at_the_last_moment_are_not_dro
         await turn_cold(database, day)
     (past,) = await days_past(database)
     await hold(field, org)
-    # The clock was set back.
+    # More jobs finish on the same day, as if the clock had been set back.
     await finish_some(database, org, 3)
     await age_finished(database, org, days=40)
     (late,) = [day for day in await days_over(database) if day.cold_already]
@@ -452,8 +452,8 @@ async def test_jobs_of_a_held_org_that_join_a_day_at_the_last_moment_are_not_dro
         await real(connection)
         if not joined:
             joined = True
-            # Another archiver adds the late jobs to the day. Before that, the drop has moved the jobs of held orgs out
-            # of the day.
+            # The drop has already moved the jobs of held orgs out of the day. Now another archiver adds the late jobs
+            # to the day.
             await turn_cold(other, late)
 
     other = Database(A, field.dsns[A], connections=1, may_scan=True)
@@ -497,8 +497,8 @@ async def test_a_hold_of_an_org_that_no_shard_has_says_so(field: Field, org: Org
 
 
 async def fill(field: Field, org: OrgId, *, many: int = 1) -> list[JobId]:
-    """Stores jobs of an org in every place on both shards, as if the org had lived on the other shard before. Returns
-    the ids of the jobs on the first shard, without the `many` jobs that are stored only to raise the count."""
+    """Stores jobs of an org in all tables of jobs on both shards, as if the org had lived on the other shard before.
+    Returns the ids of the jobs on the first shard, but not of the `many` jobs that only raise the number of jobs."""
     await field.databases[B].run(
         b"INSERT INTO windrow.owned_slot (slot, state, epoch) VALUES (%(slot)s, 'owned', 1)", {"slot": slot_of(org)}
     )
@@ -528,7 +528,7 @@ async def fill(field: Field, org: OrgId, *, many: int = 1) -> list[JobId]:
         await lease_jobs(store, org)
         await store.enqueue(waiting)
         ids += [*ids_of(dying), *ids_of(leased), *ids_of(waiting)]
-    # Turns past days cold, and drops jobs with a short retention. The ids of the dropped jobs stay.
+    # Make past days cold, and drop the jobs with a short retention. The ids of the dropped jobs stay.
     await service.archive_once(field.cluster, stop=asyncio.Event())
     return ids
 
@@ -539,7 +539,7 @@ async def number_of(database: Database, org: OrgId) -> int:
 
 
 async def numbered(database: Database, number: int) -> list[str]:
-    """Returns the tables with a row that has the org's number, directly or in a queue's number."""
+    """Returns the tables that have a row with the org's number, or with the number of one of the org's queues."""
     columns = await database.run(
         b"""
         SELECT c.oid::regclass::text, a.attname
@@ -559,7 +559,7 @@ async def numbered(database: Database, number: int) -> list[str]:
 
 
 async def traces_of(database: Database, words: Sequence[str]) -> list[str]:
-    """Returns the tables with rows that contain one of these words, and the number of rows."""
+    """Returns the tables that have rows with one of these words, each with the number of these rows."""
     names = await database.run(
         b"SELECT oid::regclass::text FROM pg_class WHERE relnamespace = 'windrow'::regnamespace AND relkind = 'r'", {}
     )
@@ -575,7 +575,7 @@ async def traces_of(database: Database, words: Sequence[str]) -> list[str]:
 
 
 def exported(place: Path, org: OrgId) -> int:
-    """Returns the number of the org's jobs in the exported files, by their rows, not by the manifests."""
+    """Counts the rows of the org's jobs in the exported files. Does not read the manifests."""
     return sum(
         parquet.read_table(path, columns=["org"])["org"].to_pylist().count(org) for path in place.rglob("*.parquet")
     )
@@ -617,7 +617,7 @@ async def test_of_an_org_that_is_erased_nothing_is_left_anywhere_and_others_have
     assert all(json.loads(rows) for rows in before)
     words, numbers = [gone, *ids], [await number_of(database, gone) for database in databases]
     assert exported(place, gone) == 2
-    # These are the tables of live jobs, dead jobs, cold jobs, past ids, dedup keys, orgs and queues.
+    # The seven tables are those of live jobs, dead jobs, cold jobs, past ids, dedup keys, orgs and queues.
     assert len(await traces_of(databases[0], words)) == 7
     assert len(await numbered(databases[0], numbers[0])) > 7
     await keep(field, gone, 7)
@@ -684,7 +684,7 @@ async def test_the_receipt_of_a_repeated_erasure_has_what_was_erased_before_it_w
         A: [erasure_id],
         B: [erasure_id],
     }
-    # Now nothing shows that this erasure belongs to the org, except its id.
+    # By now, only the id of the erasure shows that the erasure belongs to the org.
     again = await orgs.erase(field.cluster, org, say=print, erasure_id=erasure_id)
     assert again.shards == receipt.shards
 
@@ -741,7 +741,7 @@ async def test_an_erasure_that_ends_is_counted_also_if_the_pass_leaves_other_wor
     await database.run(statements.INSERT_NAMES, {**names, "slots": arrays.numbers([slot_of(org)])})
     await database.run(statements.INSERT_QUEUES, {**names, "relisted": True})
     assert await erasure.begin(database, org, erasure="0198c0de-0000-7000-8000-000000000005")
-    # Another step of the pass has work too, and the pass has no time to repeat a step.
+    # Give another step of the pass some work too, and give the pass no time to repeat a step.
     await database.run(b"INSERT INTO windrow.dedup VALUES (0, 'old', gen_random_uuid(), now() - interval '1 day')", {})
     monkeypatch.setattr("archiver.run._PASS_S_MAX", -1.0)
     done = await pass_once(field)
@@ -774,7 +774,7 @@ async def test_a_pinned_org_keeps_its_slot_when_it_is_erased_and_its_next_job_is
     assert [one.live for one in receipt.shards[A]] == [1]
     rows = await field.databases[A].run(b"SELECT slot FROM windrow.org WHERE org = %(org)s", {"org": org})
     assert rows == [(pin.slot,)]
-    # The org's hash slot may be on either shard by now.
+    # Make the shard lose the org's hash slot: by this time, that slot may be on either shard.
     await field.databases[A].run(
         b"UPDATE windrow.owned_slot SET state = 'draining' WHERE slot = %(slot)s", {"slot": slot_of(org)}
     )
@@ -905,7 +905,7 @@ async def test_an_erasure_of_another_org_ends_one_that_was_interrupted_and_leave
     assert [one.live for one in receipt.shards[A]] == [1, 1]
     assert await erasure.unfinished(database) == []
     assert (receipt.files, exported(place, org)) == ([], 2)
-    # The command that erases the org still finds these files.
+    # If the command now erases the first org, it still finds these files.
     assert [one.rows for one in (await orgs.erase(field.cluster, org, say=print)).files] == [2]
     assert exported(place, org) == 0
 
@@ -913,7 +913,7 @@ async def test_an_erasure_of_another_org_ends_one_that_was_interrupted_and_leave
 async def test_it_is_refused_where_the_directory_of_the_exports_does_not_exist_and_nothing_is_erased(
     field: Field, org: OrgId, tmp_path: Path
 ) -> None:
-    """The command runs on another machine than the archiver, or the directory is not mounted."""
+    """This happens if the command does not run on the archiver's machine, or if the directory is not mounted."""
     place = tmp_path / "exports"
     field.write(f"[archiver]\nexport = '{place}'\n", s1={}, s2={})
     await finish_some(field.databases[A], org)

@@ -1,4 +1,5 @@
-"""A relay during outages on either side: it continues, and no org waits for another org's outage."""
+"""A relay continues after an outage of the router or of the outbox's database. No org waits because another org is
+away."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ async def router() -> AsyncIterator[FakeRouter]:
 
 @pytest.fixture
 async def client(router: FakeRouter) -> AsyncIterator[Client]:
-    """A client with a long timeout. A test that needs this timeout to end fails."""
+    """Yields a client with a timeout that is longer than any test may take."""
     async with Client(router.address, org="acme", timeout=600, try_timeout=600) as made:
         yield made
 
@@ -59,7 +60,7 @@ async def app(empty_dsn: str) -> AsyncIterator[Connection]:
 
 @asynccontextmanager
 async def running(relay: outbox.Relay) -> AsyncGenerator[None]:
-    """Runs the relay during the block; it must end without an error."""
+    """Runs the relay during the `with` block. The relay must end without an error."""
     async with asyncio.timeout(5 * WAIT_S):
         task = asyncio.create_task(relay.run())
         try:
@@ -85,7 +86,7 @@ async def until_left(app: Connection, ids: list[str]) -> None:
 
 
 def first_with(options: str, dsn: str) -> Callable[[], Awaitable[Connection]]:
-    """Returns a function that opens connections. The first connection gets these server options."""
+    """Returns a function that opens connections. Only the first connection gets these server options."""
     opened: list[Connection] = []
 
     async def connect() -> Connection:
@@ -114,7 +115,7 @@ async def test_a_relay_outlives_the_end_of_a_transaction_that_waited_for_the_rou
     connect = first_with("-c idle_in_transaction_session_timeout=100", empty_dsn)
     async with running(outbox.Relay(connect, client)):
         await until_left(app, ids)
-    # The first answer was lost with the transaction; the repeated enqueue sends the same ids.
+    # The first answer was lost with the transaction. The repeated enqueue sends the same ids.
     assert {job.id for request in router.of("Enqueue") for job in request.jobs} == set(ids)
     first, last = said(caplog)
     assert "cannot be used; trying again: terminating connection due to idle-in-transaction timeout" in first
@@ -166,7 +167,7 @@ async def test_an_outage_is_told_once_though_a_standby_lets_connect(
 
 
 async def test_another_error_of_the_database_ends_a_relay(client: Client, empty_dsn: str) -> None:
-    """This database has no outbox table. To wait for the table would not help."""
+    """This database has no outbox table, and a retry would not help."""
     with pytest.raises(psycopg.errors.UndefinedTable):
         await outbox.Relay(empty_dsn, client).run()
 
@@ -202,7 +203,7 @@ async def test_jobs_of_other_orgs_do_not_wait_for_one_that_cannot_be_reached(
 
 
 class Sending(Client):
-    """Gives the answers that the test prepared, without a router."""
+    """A client that returns the answers which the test has prepared, without a router."""
 
     def __init__(self, *, token: Token | None = None) -> None:
         super().__init__("127.0.0.1:9", org="acme", token=token)

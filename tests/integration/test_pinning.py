@@ -1,5 +1,5 @@
-"""Orgs get slots of their own: while operators and balancers die, while work continues, and while their hash slots move
-(I1, I3, I5, I6)."""
+"""Orgs get their own slots: while operators and balancers die, while work continues, and while the orgs' hash slots
+move (I1, I3, I5, I6)."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ PAUSED, RESUMED = QueueSettings(paused=True), QueueSettings(paused=False)
 
 
 def neighbour_of(org: OrgId) -> OrgId:
-    """Returns another org in the same slot."""
+    """Returns another org that has the same hash slot."""
     names = (OrgId(f"{org}-neighbour-{n}") for n in itertools.count())
     return next(name for name in names if slot_of(name) == slot_of(org))
 
 
 async def slots_there(pair: Pair, shard: ShardName, org: OrgId) -> tuple[int | None, set[int]]:
-    """Returns the slots in which a shard has the org and its queues."""
+    """Returns the slot in which a shard has the org, and the slots in which the shard has the org's queues."""
     parameters = {"org": org}
     orgs = await pair.databases[shard].run(b"SELECT slot FROM windrow.org WHERE org = %(org)s", parameters)
     queues = await pair.databases[shard].run(b"SELECT slot FROM windrow.queue WHERE org = %(org)s", parameters)
@@ -55,7 +55,7 @@ async def catalog_rows(pair: Pair) -> object:
 
 
 async def send(pair: Pair, known: Catalog, jobs: NewJobs) -> dict[int, JobId]:
-    """Enqueues as a router with this copy of the catalog does. Raises NotOwned."""
+    """Enqueues as a router does that has this copy of the catalog. Raises NotOwned."""
     placement = known.placement(jobs.org)
     (writer,) = placement.writes
     found: dict[int, JobId] = {}
@@ -125,7 +125,7 @@ async def test_an_org_cannot_be_pinned_while_its_hash_slot_moves(pair: Pair, org
         with pytest.raises(SlotMoves, match=why):
             await pins.pin(pair.catalog, org, EU)
         assert await catalog_rows(pair) == before
-        # close, open, switch
+        # Take the next step: close, open, switch, or the first chunk of jobs.
         assert await pair.mover(move).step()
         before = await catalog_rows(pair)
     # An org that has its own slot can be pinned elsewhere at any time.
@@ -152,7 +152,7 @@ async def test_operators_at_the_same_time_make_one_slot_for_each_org(pair: Pair,
 
 
 async def test_a_pin_and_a_move_of_the_hash_slot_at_the_same_time_exclude_each_other(pair: Pair, org: OrgId) -> None:
-    """The transaction that locks the slot's row first succeeds."""
+    """Of the two transactions, the one that locks the slot's row first succeeds."""
     known = await pair.known()
     async with pair.catalog.transaction() as operator:
         await operator.run(statements.LOCK_PLACEMENT, {"slot": slot_of(org)})
@@ -219,7 +219,7 @@ async def test_pinning_alone_changes_nothing_for_routers_old_and_new(pair: Pair,
         assert await send(pair, known, jobs) == {0: ids_of(jobs)[0]}
         assert await send(pair, known, some_jobs(org, 1, dedup_keys=["k"])) == {0: ids_of(jobs)[0]}
         assert await send(pair, known, some_jobs(org, 1, queue=f"new-{known.epoch}")) == {}
-    # A router that starts now tells the shard about the slot, which changes nothing either.
+    # A router that starts now tells the shard about the org's own slot. This changes nothing either.
     await catalog.grant_slots(pair.databases[A], new)
     for known in (old, new):
         assert await send(pair, known, jobs) == {0: ids_of(jobs)[0]}
@@ -245,7 +245,7 @@ async def test_an_old_router_is_refused_and_learns_once_the_shard_knows_the_orgs
         with pytest.raises(NotOwned) as caught:
             await send(pair, old, again)
         assert (caught.value.slot, caught.value.epoch) == (pin.slot, pin.epoch)
-    # The refused call has created a queue, which is in the org's own slot too.
+    # The refused call has created a queue. The queue is in the org's own slot too.
     assert await slots_there(pair, A, org) == (pin.slot, {pin.slot})
     assert await send(pair, new, jobs) == {0: ids_of(jobs)[0]}
     assert await send(pair, new, some_jobs(org, 1, queue="newer")) == {}
@@ -299,8 +299,8 @@ async def test_a_pinned_org_moves_and_leaves_its_neighbours(pair: Pair, org: Org
 
 @pytest.mark.parametrize("heard_of", [False, True])
 async def test_a_pinned_org_stays_when_the_slot_of_its_hash_goes(pair: Pair, org: OrgId, heard_of: bool) -> None:
-    """The org is pinned to the shard where it lives. Only the move of its hash slot tells the shard about the org's own
-    slot."""
+    """The org is pinned to the shard where it lives. The shard learns about the org's own slot only when the hash slot
+    moves."""
     old = await pair.known()
     neighbour = neighbour_of(org)
     jobs, others = some_jobs(org, 3, dedup_keys=["k"]), some_jobs(neighbour, 2)
@@ -325,7 +325,8 @@ async def test_a_pinned_org_stays_when_the_slot_of_its_hash_goes(pair: Pair, org
 async def test_what_a_shard_remembers_of_an_org_by_its_hash_never_comes_over_what_it_has(
     pair: Pair, org: OrgId
 ) -> None:
-    """The org has lived on B and is pinned to A. Its hash slot moves to B and back, with what B remembers."""
+    """The org has lived on B and is pinned to A. Its hash slot moves to B and back, together with what B remembers of
+    the org."""
     neighbour = neighbour_of(org)
     await pair.store(A).enqueue(some_jobs(neighbour, 1))
     await move_hash_slot(pair, org, target=B)
@@ -345,7 +346,7 @@ async def test_what_a_shard_remembers_of_an_org_by_its_hash_never_comes_over_wha
     assert await slots_there(pair, A, org) == (pin.slot, {pin.slot})
     known = await pair.known()
     assert (await pair.books[A].get_queue(org, QUEUE)).settings.paused
-    # The job that was stored on B is recognised.
+    # An enqueue of the job that was stored on B is recognised as a repeat.
     assert await send(pair, known, done) == {0: ids_of(done)[0]}
     assert await send(pair, known, some_jobs(org, 1)) == {}
     await pair.move([org], target=B)
@@ -378,7 +379,7 @@ async def test_an_org_that_gets_its_own_slot_while_another_is_erased_holds_up_no
         await erasing.execute(NO_HURRY)
         adopting = asyncio.create_task(pins.adopt(pair.databases[A], [pin]))
         await until_blocked(pair.databases[A])
-        # The transaction waits for the slots, and has not locked the queues yet.
+        # The adoption waits for the lock of the slots, and has not locked the queues yet.
         await erasing.execute(statements.LOCK_QUEUES, prepare=False)
     assert await adopting
     assert await slots_there(pair, A, org) == (pin.slot, {pin.slot})
@@ -408,7 +409,7 @@ async def test_enqueues_go_on_meanwhile_and_what_would_make_or_change_a_queue_wa
 
 
 async def test_what_is_told_a_shard_late_changes_nothing(pair: Pair, org: OrgId) -> None:
-    """The process that adopts the org was frozen for a while."""
+    """The test repeats the adoption, as a process does that was frozen for a while."""
     await pair.store(A).enqueue(some_jobs(org, 2))
     pin = await pins.pin(pair.catalog, org, OnShard(B))
 
@@ -418,7 +419,7 @@ async def test_what_is_told_a_shard_late_changes_nothing(pair: Pair, org: OrgId)
     for target in (B, A, B):
         await pair.move([org], target=target)
         before = await look()
-        # The check before the step finds nothing to do, so the test also runs the step without the check.
+        # `adopt` checks first, and finds nothing to do. So the test also runs its statements without the check.
         assert await pins.adopt(pair.databases[A], [pin])
         named = {"orgs": arrays.texts([org]), "slots": arrays.numbers([pin.slot])}
         async with pair.databases[A].transaction() as connection:
@@ -439,7 +440,7 @@ async def test_an_org_is_settled_by_another_balancer_wherever_the_first_one_died
 ) -> None:
     """The first balancer stops before the close, each time at a later act. After the close, the move is like any other
     move. One pinned org moves. Another pinned org stays while its hash slot moves."""
-    # The hash slots that are on the second shard now.
+    # The hash slots that earlier rounds have moved to the second shard.
     moved: set[Slot] = set()
     for at in deaths(how):
         goes, stays = (
@@ -460,7 +461,7 @@ async def test_an_org_is_settled_by_another_balancer_wherever_the_first_one_died
         async with mortal_mover(pair, move, fate) as mover:
             with contextlib.suppress(Died, ShardUnavailable, asyncio.CancelledError):
                 await asyncio.create_task(mover.step())
-        # At every stage a repeated enqueue is answered with the first id.
+        # Wherever the balancer died, a repeated enqueue is answered with the first id.
         for one in (goes, stays):
             for known in (old, new):
                 with contextlib.suppress(NotOwned):
@@ -476,8 +477,8 @@ async def test_an_org_is_settled_by_another_balancer_wherever_the_first_one_died
                 await send(pair, old, some_jobs(one, 1))
         await pair.balance()
         if fate.acts < at:
-            # There are two transactions. One adopts the org, before the target is told anything. The other closes the
-            # slot.
+            # There are two transactions. The first one adopts the org, before the balancer tells the target anything.
+            # The second one closes the slot.
             assert fate.names.count("transaction") == 2
             assert (
                 fate.names.index("find_unadopted") < fate.names.index("transaction") < fate.names.index("read_queues")
@@ -486,7 +487,7 @@ async def test_an_org_is_settled_by_another_balancer_wherever_the_first_one_died
 
 
 async def test_ids_and_keys_from_before_the_pin_are_known_after(pair: Pair, org: OrgId) -> None:
-    """The ids and keys are known on every shard where the org has ever lived, pinned or not."""
+    """Every shard where the org has ever lived knows the ids and keys, no matter whether the org was pinned there."""
     sent: dict[str, NewJobs] = {}
 
     async def live_on(name: str) -> None:
@@ -522,7 +523,8 @@ async def test_ids_and_keys_from_before_the_pin_are_known_after(pair: Pair, org:
 
 
 async def follow(pair: Pair, entries: list[ShardEntry], begun: list[tuple[OrgId, ShardName]]) -> Mapping[OrgId, str]:
-    """Moves pinned orgs until each is where it should be. Returns the orgs that cannot be moved, and why."""
+    """Moves pinned orgs until each org is where its pin wants it. Returns the orgs that cannot be moved, with the
+    reasons."""
     while True:
         org_pins = await pins.read(pair.catalog)
         known = await pair.known()
@@ -540,7 +542,7 @@ async def follow(pair: Pair, entries: list[ShardEntry], begun: list[tuple[OrgId,
 
 async def test_an_org_that_is_pinned_by_a_label_is_never_sent_to_a_shard_without(pair: Pair, org: OrgId) -> None:
     def file(a: str, b: str, *, draining: ShardName | None = None) -> list[ShardEntry]:
-        """A cluster file in which each shard has this region."""
+        """Returns a cluster file in which shard A has the region `a`, and shard B has the region `b`."""
         return [
             ShardEntry(
                 name=name,
@@ -565,7 +567,7 @@ async def test_an_org_that_is_pinned_by_a_label_is_never_sent_to_a_shard_without
     ):
         assert f"org '{org}' stays on shard 's2'" in (await follow(pair, entries, begun))[org]
     assert begun == [(org, B)]
-    # The org stays, in whichever direction its hash slot moves.
+    # The org stays where it is, in whichever direction its hash slot moves.
     for target in (B, A):
         await move_hash_slot(pair, org, target=target)
     assert await follow(pair, file("eu", "eu"), begun) == {}
@@ -583,7 +585,7 @@ async def test_an_org_that_is_unpinned_while_it_moves_comes_back(pair: Pair, org
     await pair.store(A).enqueue(jobs)
     await pins.pin(pair.catalog, org, OnShard(B))
     move = await pair.begin([org], target=B)
-    # close, open
+    # Take the steps close and open.
     for _ in range(2):
         assert await pair.mover(move).step()
     await pins.unpin(pair.catalog, org)

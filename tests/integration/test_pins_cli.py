@@ -1,5 +1,5 @@
-"""`windrow shards pin`, `unpin` and `pins` with a cluster file of two shards: what operators read, and that bad input
-changes nothing."""
+"""Tests what `windrow shards pin`, `unpin` and `pins` print for operators with a cluster file of two shards, and that
+bad input changes nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The plans of the hot statements: they use indexes and read few pages, whatever the table contained when they were
-planned.
+"""Tests the plans of the hot statements: the plans use indexes and read few pages, whatever the tables contained when
+Postgres made the plans.
 
 Each statement runs as the store runs it, on a connection with the store's settings, until Postgres has chosen a generic
-plan. Then EXPLAIN runs this prepared statement, and the test rolls back.
+plan. Then EXPLAIN runs this prepared statement, and the test rolls the transaction back.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ from tests.jobs import HOUR_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
 from tests.recorder import Recorder, Run
 from tests.timemachine import NO_HURRY, make_day, pass_time
 
-# How many queues one org has, and how many queues each of three more orgs has.
+# The number of queues of one org, and the number of queues of each of three other orgs.
 QUEUES_OF_ORG, QUEUES_OF_OTHERS = 200, 100
 QUEUES = QUEUES_OF_ORG + 3 * QUEUES_OF_OTHERS
 ROWS = 100_000
 BATCH = 100
 GROUPS, TAKERS = 20, 64
-# Postgres plans each of the first five runs for its parameters. After that it may keep a generic plan.
+# Postgres plans each of the first five runs for the run's parameters. After these runs it may keep a generic plan.
 SETTLED = 8
 
 
@@ -87,7 +87,8 @@ class Plan:
 
     @property
     def buffers(self) -> int:
-        """Returns the pages that the statement touched, including pages of functions and of unique checks."""
+        """Returns how many pages the statement touched, including the pages that functions and unique checks
+        touched."""
         return int(self.root["Shared Hit Blocks"] + self.root["Shared Read Blocks"])
 
     def scans(self, relation: str) -> list[dict[str, Any]]:
@@ -97,8 +98,8 @@ class Plan:
         return {node["Index Name"] for node in self.nodes() if "Index Name" in node}
 
     def pages_of(self, index: str) -> int:
-        """Returns the pages that the scans of one index touched: pages of the index, and pages of the table, which show
-        whether rows are visible."""
+        """Returns how many pages the scans of one index touched: pages of the index, and pages of the table, which a
+        scan reads to learn whether a row is visible."""
         scans = [node for node in self.nodes() if node.get("Index Name") == index]
         return sum(int(node["Shared Hit Blocks"] + node["Shared Read Blocks"]) for node in scans)
 
@@ -158,7 +159,8 @@ async def run(connection: Connection, run: Run) -> None:
 
 @contextmanager
 def undone(connection: Connection) -> Generator[None, None, None]:
-    """Rolls back what the block does. psycopg must not notice the rollback: it would drop the prepared statements."""
+    """Rolls back what the `with` block does. psycopg must not notice the rollback. Otherwise it would drop the prepared
+    statements."""
     connection.pgconn.exec_(b"SAVEPOINT before")
     try:
         yield
@@ -228,7 +230,7 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
     jobs = some_jobs(org, BATCH, queue="queue-7", dedup_keys=[f"key-{n}" for n in range(BATCH)])
     await store.enqueue(jobs)
     enqueue = recorder.last(queue_statements.ENQUEUE)
-    # These jobs have new ids: with the same ids they would be duplicates, and the plan would differ.
+    # These jobs have new ids. With the same ids, the jobs would be duplicates, and the plan would differ.
     fresh = {
         "ids": "{" + ",".join(job_id() for _ in range(BATCH)) + "}",
         "dedup_keys": [f"new-{n}" for n in range(BATCH)],
@@ -313,9 +315,9 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
 
 
 async def record_moving(recorder: Recorder, store: Store, *, others: list[OrgId]) -> dict[str, Run]:
-    """Records the statements of a move. A chunk leaves a slot and arrives in another slot, as if that other slot were
-    on another shard. A second chunk has departed. The other jobs of the first slot, half of them dead, have not
-    departed yet. The first slot has no job of `others`."""
+    """Records the statements of a move. One chunk leaves a first slot and arrives in a second slot, as if the second
+    slot were on another shard. Another chunk has departed. The other jobs of the first slot have not departed yet; half
+    of these jobs are dead. The first slot has no job of `others`."""
     taken = {slot_of(other) for other in others}
     names = (OrgId(f"moving-{number}") for number in itertools.count())
     org = next(name for name in names if slot_of(name) not in taken)
@@ -355,11 +357,11 @@ async def record_moving(recorder: Recorder, store: Store, *, others: list[OrgId]
 
 
 def ignore(_: object) -> None:
-    """No consumer waits for the jobs that are handed over, so their claims are dropped."""
+    """Ignores jobs that were handed over, because no consumer waits for them."""
 
 
 async def lease_of_several(store: Store, org: OrgId) -> _LeaseColumns:
-    """Returns a batch of leases of four orgs in turn."""
+    """Returns a batch of leases of four orgs, with the orgs in turn."""
     orgs = [org, *others_of(org)]
     share = BATCH // len(orgs)
     for one in orgs:
@@ -369,8 +371,8 @@ async def lease_of_several(store: Store, org: OrgId) -> _LeaseColumns:
 
 
 async def claim_together(recorder: Recorder, store: Store, org: OrgId) -> Run:
-    """Claims for many takers in one statement. Together the takers want one batch of jobs, from groups of two queues,
-    of four orgs."""
+    """Claims for many takers in one statement. Each taker names two queues of one of four orgs, and all takers together
+    want one batch of jobs."""
     orgs = [org, *others_of(org)]
     wishes = [1 + (taker < BATCH - TAKERS) for taker in range(TAKERS)]
     groups = [
@@ -413,7 +415,7 @@ async def settle(connection: Connection, runs: Mapping[str, Run]) -> None:
                 await run(connection, each)
 
 
-# How many pages a statement may touch for one job of a batch, to read and to write its row and its index entries.
+# How many pages a statement may touch for each job of a batch, to read and write the job's row and index entries.
 PAGES_A_JOB = {
     "enqueue": 30,
     "enqueue handed": 30,
@@ -447,7 +449,7 @@ PAGES_A_JOB = {
     "import_chunk": 40,
     "delete_exported": 25,
     "count_remaining": 25,
-    # The bounds of these two statements count lanes, not jobs: a queue has nine lanes.
+    # For these two statements, the number is per lane, not per job. A queue has nine lanes.
     "sweep": 9,
     "probe of all queues": 9,
 }
@@ -470,7 +472,7 @@ def assert_bounded(name: str, plan: Plan) -> None:
 
 
 async def nothing(_: Recorder, __: OrgId) -> None:
-    """Leaves the tables without statistics, as in a new database."""
+    """Does nothing: the tables have no statistics, as in a new database."""
 
 
 async def analyze_when_full(recorder: Recorder, org: OrgId) -> None:
@@ -479,8 +481,8 @@ async def analyze_when_full(recorder: Recorder, org: OrgId) -> None:
 
 
 async def vacuum_when_empty(recorder: Recorder, org: OrgId) -> None:
-    """Vacuums a drained queue, as autovacuum does. Until the next vacuum, Postgres then believes that the table is
-    empty, even when the table has become large."""
+    """Vacuums a drained queue, as autovacuum does. Until the next vacuum, Postgres believes that the table is empty,
+    even if the table has become large."""
     store = Store(recorder)
     await store.enqueue(some_jobs(org, BATCH, queue="queue-7"))
     held = leases(await lease_jobs(store, org, queue="queue-7"))
@@ -496,7 +498,7 @@ Knowledge = Callable[[Recorder, OrgId], Awaitable[None]]
 async def test_hot_statements_walk_indexes_and_touch_little(
     recorder: Recorder, org: OrgId, knowledge: Knowledge
 ) -> None:
-    """One connection plans the statements before the tables are filled, and another one afterwards."""
+    """One connection plans the statements before the tables are filled. Another connection plans them afterwards."""
     await knowledge(recorder, org)
     runs = await record(recorder, org)
     async with recorder.transaction() as early:
@@ -524,7 +526,7 @@ async def assert_all_bounded(when: str, connection: Connection, runs: Mapping[st
             assert sorted(n["Node Type"] for n in plan.scans("job")) == ["Index Scan", "Tid Scan"]
 
 
-# The statements for leases that nobody has, and for the locks of jobs.
+# The statements that look for leases that nobody has, or for locks on jobs.
 OF_LEASES = ("EXTEND", "INSPECT_LEASES", "GIVE_BACK", "ACK", "EXPLAIN_MISS", "FIND_LOCKED_JOBS")
 
 
@@ -542,7 +544,7 @@ async def test_a_call_by_id_reads_no_row_of_another_org_so_its_time_does_not_tel
     held = leases(await lease_jobs(store, owner, queue="queue-2", max_jobs=BATCH))
     await store.settle(Settlement.ack(owner, held, [None] * BATCH))
     theirs = [*ids_of(waiting), *ids_of(dead), *ids_of(finished)]
-    # Ids that are next to the ids of the other org in each index.
+    # In each index, these unknown ids are next to the ids of the other org.
     unknown = [JobId(one[:-1] + ("0" if one[-1] != "0" else "1")) for one in theirs]
 
     async def runs_for(ids: list[JobId]) -> dict[str, Run]:
@@ -585,7 +587,7 @@ async def test_a_call_by_id_reads_no_row_of_another_org_so_its_time_does_not_tel
                 assert set(of_jobs.values()) == {0}, (name, read)
 
 
-# A snapshot that somebody holds
+# A snapshot that another session holds
 
 
 async def test_under_a_held_snapshot_a_claim_from_its_floors_stays_cheap(
@@ -626,7 +628,7 @@ async def test_under_a_held_snapshot_a_claim_from_its_floors_stays_cheap(
 # Explanations
 
 DEEP = 20_000
-# Fills one queue with jobs of all priorities: four of five are ready, and the others are scheduled.
+# Fills one queue with jobs of all priorities. Four of five jobs are ready, and the others are scheduled.
 FILL_QUEUE = b"""
 INSERT INTO windrow.job (id, queue_id, run_at, visible_at, priority, kind, payload, enqueued_at)
 SELECT
@@ -638,8 +640,8 @@ FROM generate_series(1, %(rows)s) AS n,
     LATERAL (SELECT CASE WHEN n %% 5 = 0 THEN n + 3600000000 ELSE n - 3600000000 END AS in_us) later,
     LATERAL (SELECT now() + later.in_us * interval '1 us' AS at) due
 """
-# How many rows each statement may read: the rows that it counts, and rows with the same time as one of the counted
-# rows.
+# How many rows each statement may read: the rows that the statement counts, and rows with the same time as a counted
+# row.
 ROWS_EXPLAINED = {"explain_job": 2 * COUNTED_MAX + 10, "explain_queue": COUNTED_MAX + 9 * 100 + 20}
 
 
@@ -681,11 +683,12 @@ async def assert_read(when: str, connection: Connection, runs: Mapping[str, Run]
         assert not [node for node in plan.nodes() if node["Node Type"] == "Seq Scan"], plan.root
         assert plan.indexes() <= {
             *("job_ready", "job_id", "departing_id", "dead_by_death", "consumer_seen_pkey", "queue_org_queue_key"),
-            # By this index the statement finds out that no job waits for a slot of its group.
+            # With this index the statement finds that no job waits for a group slot.
             "job_group_waits",
         }
         assert COUNTED_MAX < rows <= ROWS_EXPLAINED[name], plan.root
-        # Two pages for each row: its index entry, and the row itself, which shows whether it is visible.
+        # Each row may cost two pages: the page of the index entry, and the page of the row, which shows whether the row
+        # is visible.
         assert plan.buffers <= 2 * ROWS_EXPLAINED[name], plan.root
 
 
@@ -701,7 +704,7 @@ SELECT
     CASE WHEN n %% 2 = 0 THEN 'large' ELSE 'g' || n %% 100000 END
 FROM generate_series(1, %(rows)s) AS n
 """
-# Jobs of the same groups; these jobs are not due.
+# Inserts jobs of the same groups that are not due.
 FILL_GROUPS_LATER = b"""
 INSERT INTO windrow.job (id, queue_id, run_at, visible_at, priority, kind, payload, group_key)
 SELECT
@@ -710,7 +713,7 @@ SELECT
 FROM generate_series(1, %(rows)s) AS n
 CROSS JOIN LATERAL (SELECT now() + interval '1 hour' + n * interval '1 us' AS at) later
 """
-# How many jobs one group has. 50,000 other groups together have the same number of jobs.
+# How many jobs one large group has. 50,000 small groups together have the same number of jobs.
 DEEP_GROUP = 200_000
 
 
@@ -751,7 +754,7 @@ async def test_to_fill_a_slot_or_to_explain_a_group_a_few_rows_are_read(
         await connection.execute(NO_HURRY)
         with undone(connection):
             await settle(connection, runs)
-        # With the triggers on, the insert would take minutes and fill the slots.
+        # With the triggers, the insert would take minutes, and the jobs would take the group slots.
         await connection.execute("ALTER TABLE windrow.job DISABLE TRIGGER USER", prepare=False)
         await connection.run(FILL_GROUPS, {"queue_id": queue_id, "rows": 2 * DEEP_GROUP})
         await connection.run(FILL_GROUPS_LATER, {"queue_id": queue_id, "rows": DEEP_GROUP})
@@ -778,16 +781,16 @@ async def test_to_fill_a_slot_or_to_explain_a_group_a_few_rows_are_read(
             ((found,),) = await cursor.fetchall()
             pages["take"] = Plan(root=found[0]["Plan"], generic=True).buffers
     print(pages)
-    # Two jobs of the first group and three of the second get slots.
+    # Two jobs of the first group and three jobs of the second group get group slots.
     assert pages["fill"] < 300
-    # A scan of all slots of the cluster would read 100 pages.
+    # A scan of all the cluster's slots would read 100 pages.
     assert pages["take"] < 60
     assert pages["claim"] < 200
     assert pages["ack"] < 100
     assert pages["sweep"] < 30 * QUEUES
     assert pages["explain_group"] <= 3 * COUNTED_MAX
     assert pages["explain_queue"] <= 3 * COUNTED_MAX
-    # The sweep finds 1,000 groups. Each group takes one lookup, and a second lookup for its slots.
+    # The sweep finds 1,000 groups. Each group needs two lookups: one for the group, and one for its slots.
     assert pages["find_waiting_groups"] <= 12 * 1_000 + 10 * QUEUES
 
 
@@ -835,7 +838,7 @@ async def test_a_page_of_cold_jobs_costs_what_is_on_it(fresh_dsn: str, org: OrgI
                 async with recorder.transaction() as connection:
                     await run(connection, recorder.last(admin_statements.LIST_JOBS))
                     plan = await explain(connection, recorder.last(admin_statements.LIST_JOBS))
-                # Each job costs a page or two, and each day costs one lookup.
+                # Each job may cost two pages, and each day may cost one lookup.
                 print(f"{whose} {of_queue} {seen:6} {plan.buffers:6} pages")
                 assert plan.buffers <= 3 * page_size + 60 * days, plan.root
 
@@ -857,7 +860,7 @@ FROM generate_series(1, %(rows)s) AS n
 async def test_right_after_a_load_a_search_and_a_count_read_a_range_and_not_all_jobs_of_the_org(
     fresh_dsn: str, org: OrgId
 ) -> None:
-    """Without statistics the planner believes that an org has few jobs. So it would read all jobs of the org."""
+    """Without statistics, the planner believes that an org has few jobs, and would read all jobs of the org."""
     async with recording(fresh_dsn, may_scan=True) as recorder:
         await recorder.run(b"ALTER TABLE windrow.job SET (autovacuum_enabled = off)", {})
         queue = QueueName("queue-1")
@@ -879,8 +882,8 @@ async def test_right_after_a_load_a_search_and_a_count_read_a_range_and_not_all_
 
 
 async def test_a_search_and_a_count_do_not_read_the_newer_jobs_of_another_org(fresh_dsn: str, org: OrgId) -> None:
-    """A range with all jobs of the other org is most of the table. So the planner would read the whole table
-    instead."""
+    """The other org has most of the jobs in the table. If a range contained all of them, the planner would read the
+    whole table."""
     async with recording(fresh_dsn, may_scan=True) as recorder:
         queue, other = QueueName("queue-1"), OrgId(f"{org}-other")
         lanes = await Store(recorder).names.make([(org, queue), (other, queue)])
@@ -901,8 +904,8 @@ async def test_a_search_and_a_count_do_not_read_the_newer_jobs_of_another_org(fr
 
 
 async def test_to_find_a_range_no_older_jobs_of_another_org_are_read(fresh_dsn: str, org: OrgId) -> None:
-    """The planner expects the jobs of the org in all parts of the table, so it expects that a scan soon finds
-    enough."""
+    """The planner believes that the jobs of the org are spread over the whole table. So it expects that a scan soon
+    finds enough of them."""
     async with recording(fresh_dsn, may_scan=True) as recorder:
         queue, other = QueueName("queue-1"), OrgId(f"{org}-other")
         lanes = await Store(recorder).names.make([(org, queue), (other, queue)])
@@ -925,7 +928,7 @@ async def test_to_find_a_range_no_older_jobs_of_another_org_are_read(fresh_dsn: 
             assert plan.rows_read("job") <= ROWS // 10, plan.root
 
 
-# Moves 128 slots to another shard, as a balancer does.
+# Sets the placements of 128 slots to another shard, as a balancer does.
 MOVE_SLOTS = b"""
 WITH next AS (
     UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch
@@ -986,7 +989,7 @@ async def test_a_draw_reads_only_its_buckets(fresh_dsn: str) -> None:
             await run(connection, drawn)
         plan = await explain(connection, drawn)
     assert plan.scans("token_bucket") == []
-    # For each draw: the index pages from the root to the entry, the page of the row, and a page for the row's new
+    # Each draw touches the index pages from the root to the entry, the page of the row, and a page for the row's new
     # version.
     assert plan.buffers <= 15 * len(draws), plan.root
 
@@ -1020,7 +1023,7 @@ async def test_a_claim_within_limits_reads_its_leases_and_no_job_that_waits(fres
                 await run(connection, full)
             plan = await explain(connection, full)
     assert plan.rows_read("job") == 0, plan.root
-    # For each lease: an index entry, its row, and the queue.
+    # Each lease touches the pages of an index entry, of its row, and of the queue.
     assert plan.buffers <= 4 * leased_max, plan.root
 
 

@@ -1,5 +1,5 @@
-"""PgBouncer between routers and a shard: session mode works. A pooler that shares sessions between clients is refused,
-and the reason says so."""
+"""Tests routers with PgBouncer between the routers and a shard. Session mode works. A pooler that shares sessions
+between clients is refused, and the error says why."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ server_round_robin = {round_robin}
 
 @contextlib.contextmanager
 def pgbouncer(dsn: str, mode: str, *, size: int = 20, round_robin: int = 0) -> Generator[str, None, None]:
-    """Starts a pooler in front of the database. Yields the DSN through it."""
+    """Starts a pooler in front of the database. Yields the DSN that leads through the pooler."""
     program, holder = shutil.which("pgbouncer", path="/usr/sbin:/usr/bin:/usr/local/bin"), shutil.which("setpriv")
     if program is None or holder is None:
         pytest.skip("pgbouncer is not installed: apt-get install --no-install-recommends pgbouncer")
@@ -125,7 +125,7 @@ async def test_a_pooler_that_was_not_recognized_at_first_is_refused_when_clients
     module_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def miss(*_: object) -> None:
-        """Behaves as the check does if other clients use the pooler's sessions at that moment."""
+        """Finds no shared session, as the check may do while other clients use the pooler's sessions."""
 
     monkeypatch.setattr(pool, "refuse_shared_sessions", miss)
     with pgbouncer(module_dsn, "transaction", size=1) as dsn:
@@ -146,7 +146,7 @@ def test_a_router_and_the_doctor_say_that_the_pooler_shares_sessions(module_dsn:
         config = write_cluster(tmp_path / "cluster.toml", {SHARD: dsn}, catalog_dsn=module_dsn)
         with running_routers(config) as routers:
             until(lambda: re.search(REASON, routers.log.read_text()), "the log says so")
-        # The doctor tries only once, and beside a router that connects at the same moment the try may miss the pooler.
+        # The doctor checks only once. While a router connects at the same moment, this check may not find the pooler.
         done = windrow("doctor", "--shard", SHARD, "--config", str(config))
         assert done.code == 3
         assert re.search(REASON, done.err)

@@ -1,4 +1,4 @@
-"""`windrow login`, profiles and `windrow logout`, against a router that speaks TLS."""
+"""Tests `windrow login`, profiles and `windrow logout` with a router that speaks TLS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Kinds whose jobs crash their workers: counted, quarantined, tried one at a time and released, on a shard."""
+"""Kinds whose jobs crash their workers, on one shard: their crashes are counted, the kinds are quarantined, one job at
+a time is tried, and the kinds are released."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def jobs_of(
 
 
 async def end_leases(database: Database, org: OrgId, *, lasted_s: float = 0) -> None:
-    """Ends the windows of all leases of the org, as if their workers had died. Afterwards each lease has lasted for at
+    """Makes all leases of the org expire, as if the workers had died. Each lease then looks as if it had lasted for at
     least `lasted_s` seconds."""
     await database.run(
         b"""
@@ -55,7 +56,7 @@ async def end_leases(database: Database, org: OrgId, *, lasted_s: float = 0) -> 
 
 async def crash(store: Store, database: Database, org: OrgId, times: int, *kinds: str) -> None:
     """Lets `times` workers die one after another while they have leased jobs of these kinds. Before a worker dies, it
-    gives back the jobs of other kinds. One more worker claims after the last death, and gives all jobs back."""
+    releases its jobs of other kinds. After the last death, one more worker claims the jobs and releases all of them."""
     for _ in range(times):
         leased = await lease_jobs(store, org)
         assert {job.kind for job, _ in leased}.issuperset(kinds)
@@ -65,7 +66,7 @@ async def crash(store: Store, database: Database, org: OrgId, times: int, *kinds
 
 
 async def crashes(database: Database, org: OrgId) -> int:
-    """Returns how many crashes wait for a sweep."""
+    """Returns how many recorded crashes no sweep has counted yet."""
     ((count,),) = await database.run(
         b"SELECT count(*) FROM windrow.crash c JOIN windrow.queue q USING (queue_id) WHERE q.org = %(org)s",
         {"org": org},
@@ -80,7 +81,8 @@ async def give_back(store: Store, org: OrgId, leased: Sequence[tuple[Claimed, Le
 
 
 async def quarantined(database: Database, org: OrgId) -> dict[str, tuple[int, int, bool]]:
-    """Returns the crashes of each quarantined kind, the seconds of its pause, and whether a trial is under way."""
+    """Returns, for each quarantined kind, the number of crashes, the seconds until the next trial, and whether a trial
+    is under way."""
     rows = await database.run(
         b"""
         SELECT k.kind, k.crashes, k.pause_s, k.trial_id IS NOT NULL FROM windrow.quarantine k
@@ -106,7 +108,7 @@ async def attempts(store: Store, org: OrgId, jobs: NewJobs) -> list[tuple[str, i
 
 
 async def kinds_leased(store: Store, org: OrgId) -> list[str]:
-    """Leases all jobs that are ready, and gives them back."""
+    """Leases all jobs that claims can see, and releases them. Returns the kinds of the jobs."""
     leased = await lease_jobs(store, org)
     await give_back(store, org, leased)
     return sorted(job.kind for job, _ in leased)
@@ -119,7 +121,7 @@ async def store(database: Database, books: QueueAdmin, org: OrgId) -> Store:
 
 
 async def poisoned(store: Store, database: Database, org: OrgId, count: int = 2) -> NewJobs:
-    """Returns jobs of a kind that is quarantined."""
+    """Stores jobs of a kind, and lets the kind be quarantined because of its crashes. Returns the jobs."""
     await store.enqueue(jobs := jobs_of("poison", org, count))
     await crash(store, database, org, AFTER + 1, "poison")
     await store.sweep()
@@ -135,7 +137,7 @@ async def test_a_kind_whose_jobs_crash_their_workers_is_set_aside_and_other_kind
     before = [attempt for _, attempt in await attempts(store, org, jobs)]
     for _ in range(3):
         assert await kinds_leased(store, org) == ["innocent"] * 3
-    # The jobs are kept: they are ready, with the attempts that they had.
+    # The jobs that were set aside are still ready, and have as many attempts as before.
     assert await attempts(store, org, jobs) == [("ready", attempt) for attempt in before]
     leased = await lease_jobs(store, org)
     assert await store.settle(Settlement.ack(org, [lease for _, lease in leased])) == [Answer.OK] * len(
@@ -164,7 +166,8 @@ async def test_leases_that_max_runtime_has_ended_are_no_crashes(store: Store, da
 async def test_a_trial_that_max_runtime_has_ended_does_not_release_its_kind(
     store: Store, database: Database, org: OrgId
 ) -> None:
-    """Nothing shows that the worker survives the handler, so the next trial comes after a longer pause."""
+    """A trial that `max_runtime` has ended does not show that the worker survives the handler. So the next trial comes
+    after a longer pause."""
     await store.enqueue(jobs := some_jobs(org, max_runtime_us=1_000_000))
     # Each of these leases ends at once, before `max_runtime`.
     await crash(store, database, org, AFTER + 1, *jobs.kinds)
@@ -211,7 +214,7 @@ async def test_jobs_that_end_properly_after_their_crashes_acquit_their_kind(
     assert await store.settle(Settlement.ack(org, [lease for _, lease in leased])) == [Answer.OK]
     await store.sweep()
     assert await quarantined(database, org) == {}
-    # The crashes of the kind are forgotten: the count begins at zero.
+    # The crashes of the kind are forgotten, and the count begins at zero again.
     await store.enqueue(jobs_of("slow", org))
     await crash(store, database, org, AFTER, "slow")
     await store.sweep()
@@ -413,8 +416,8 @@ async def test_a_group_keeps_its_order_behind_a_job_that_is_set_aside(
 async def test_a_trial_that_waits_for_a_slot_of_jobs_that_are_set_aside_is_replaced(
     store: Store, database: Database, books: QueueAdmin, org: OrgId
 ) -> None:
-    """A snoozed job gives its group slot up. The jobs that have the slots then wait for the end of the trial, and the
-    trial waits for a slot."""
+    """A snoozed job gives its group slot up. Then the jobs that have the group slots wait for the end of the trial, and
+    the trial waits for a group slot."""
     await books.alter_queue(org, QUEUE, QueueSettings(group_concurrency=2))
     await store.enqueue(jobs_of("poison", org, 3, group="g"))
     await crash(store, database, org, AFTER + 1, "poison")
@@ -424,7 +427,7 @@ async def test_a_trial_that_waits_for_a_slot_of_jobs_that_are_set_aside_is_repla
     await store.sweep()
     ((trial, lease),) = await lease_jobs(store, org)
     assert await store.settle(Settlement.snooze(org, [Snooze(lease, MINUTE_US)])) == [Answer.OK]
-    # The jobs that got a slot meanwhile are set aside.
+    # The jobs that have got the group slots are set aside.
     assert await kinds_leased(store, org) == []
     await store.alter(org, [trial.id], Alteration(delay_us=0))
     assert await kinds_leased(store, org) == []
@@ -524,7 +527,7 @@ async def test_a_claim_whose_look_fails_leases_nothing_more_under_its_number(
     await books.create_queue(org, QUEUE, QueueSettings(quarantine_after=AFTER))
     store = Store(recorder)
     await store.enqueue(jobs_of("innocent", org))
-    # A claim that finds a job without attempts marks it as dead, and then claims again.
+    # A claim that finds a job which is out of attempts marks the job as dead, and then claims again.
     await store.enqueue(some_jobs(org, max_attempts=1))
     await lease_jobs(store, org)
     await end_leases(database, org)
@@ -560,8 +563,8 @@ async def test_the_history_of_a_job_that_is_set_aside_has_each_crash_once(
 async def test_nothing_is_stranded_whatever_happens(
     store: Store, database: Database, books: QueueAdmin, org: OrgId
 ) -> None:
-    """Random steps of producers, of workers that ack, fail or die, of operators and of two routers. In the end every
-    job has been acked, or is ready when all kinds are released."""
+    """Takes random steps of producers, of workers that ack, fail or die, of operators and of two routers. Then all
+    kinds are released, and every job that has not been acked must be ready."""
     luck = luck_of("quarantine")
     routers = [store, Store(database)]
     kinds = ["poison", "innocent"]
@@ -619,7 +622,8 @@ FROM generate_series(1, 20000) AS n
 CROSS JOIN LATERAL (SELECT now() - interval '1 day' + n * interval '1 us' AS at) due
 """
 
-# The number of job rows that scans have read, and the numbers of entries that were read in two indexes.
+# Reads three counters: the job rows that scans of the table have read, and the entries that were read in each of two
+# indexes.
 READS = b"""
 SELECT
     pg_stat_get_xact_tuples_returned('windrow.job'::regclass::oid)::bigint,
@@ -629,8 +633,8 @@ SELECT
 
 
 async def test_sweeps_and_explanations_read_no_more_with_many_jobs(fresh_recorder: Recorder, org: OrgId) -> None:
-    """Counts what the statements read if 20,000 jobs are ready and 20,000 jobs are set aside. The statements were
-    planned for empty tables."""
+    """Counts what the statements read while 20,000 jobs are ready and 20,000 jobs are set aside. Postgres has planned
+    the statements for empty tables."""
     store = Store(fresh_recorder)
     await QueueAdmin(fresh_recorder).create_queue(org, QUEUE, QueueSettings(quarantine_after=AFTER))
     await store.quarantine.add(org, QUEUE, "poison", "", epoch=1)
@@ -653,7 +657,7 @@ async def test_sweeps_and_explanations_read_no_more_with_many_jobs(fresh_recorde
     ):
         _, sent = fresh_recorder.last(statement)
         async with fresh_recorder.transaction() as connection:
-            # The counts of this session, which may not have been reported yet.
+            # Read the counters of this transaction, which the session has not reported yet.
             before = (await connection.run(READS, {}))[0]
             await connection.run(statement, sent)
             after = (await connection.run(READS, {}))[0]
@@ -666,7 +670,7 @@ async def test_operators_quarantine_and_release_a_kind_by_the_client_and_the_com
     postgres: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     database = postgres.create("quarantine")
-    # The jobs are set aside without a sweep, but a sweep carries out the release.
+    # Jobs are set aside without a sweep, but only a sweep carries out a release.
     config = write_cluster(tmp_path_factory.mktemp("quarantine") / "cluster.toml", {"s1": database}, sweep_seconds=1)
     with running_routers(config) as routers:
         address = ("--address", routers.address)

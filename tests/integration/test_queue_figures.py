@@ -1,5 +1,5 @@
-"""The jobs of each queue, as the metrics of routers tell them: counted once for all routers, the largest queues by
-name, all others added up."""
+"""The metrics of routers show the number of jobs of each queue. The jobs are counted once for all routers. The largest
+queues have their own series, and all other queues are added up."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NOW, HOUR = 0, HOUR_US
 
 
 def sample(folder: Path, name: str, **labels: str) -> float | None:
-    """Returns a value as the scrape endpoint serves it from this folder."""
+    """Returns the value of a series as the scrape endpoint serves it from this folder, or None."""
     text = generate_latest(cast("CollectorRegistry", Metrics(folder))).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     found = [one.value for one in families[name].samples if one.labels == labels] if name in families else []
@@ -54,7 +54,8 @@ async def admin(fresh_dsn: str) -> AsyncGenerator[QueueAdmin]:
 
 
 async def some_of_each(store: Store, org: OrgId) -> None:
-    """Stores 4 ready, 3 scheduled, 2 leased jobs and a dead job in queue `large`, and a ready job in `small`."""
+    """Stores 4 ready jobs, 3 scheduled jobs, 2 leased jobs and 1 dead job in the queue `large`, and 1 ready job in the
+    queue `small`."""
     await store.enqueue(some_jobs(org, 7, queue="large"))
     await store.enqueue(some_jobs(org, 3, queue="large", delay_us=HOUR_US))
     await store.enqueue(some_jobs(org, 1, queue="small"))
@@ -106,7 +107,7 @@ async def test_jobs_are_counted_once_for_all_who_ask_within_a_minute(
 async def test_a_count_of_a_clock_that_was_set_back_since_is_not_fresh(
     admin: QueueAdmin, fresh_database: Database, org: OrgId
 ) -> None:
-    """If the count were used, the figures would not change until the clock has reached the time of the count again."""
+    """If the count were used, the figures would not change until the clock reaches the time of the count again."""
     await admin.queue_figures(max_age_us=NOW)
     await fresh_database.run(b"UPDATE windrow.queue_figures SET at = now() + interval '1 hour'", {})
     await Store(fresh_database).enqueue(some_jobs(org, 1, queue="mail"))
@@ -164,7 +165,7 @@ async def test_an_org_with_many_large_queues_leaves_names_to_the_others(
     found = await admin.queue_figures(max_age_us=NOW)
     for named_max in (2, 10, queue_figures.NAMED_MAX):
         some = folded(found, named_max=named_max)
-        # The large org gets all places that no other org needs.
+        # The large org gets all named series that no other org needs.
         assert [one.org for one in some] == [*[other_org] * (named_max - 1), org, None]
         assert sum(one.ready for one in some) == 2 * queue_figures.NAMED_MAX + 1
 
@@ -183,7 +184,8 @@ async def test_the_name_of_an_org_that_is_erased_is_gone_at_once(
 
 
 class Asked:
-    """A shard as `record` sees it. It asks again only after the last answer has been written."""
+    """A shard as `record` sees it. `again` is set when `record` asks for a second time, that is, after `record` has
+    written the first answer."""
 
     is_usable = True
 
@@ -206,7 +208,7 @@ class Asked:
 
 @contextlib.asynccontextmanager
 async def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch, **shards: Asked) -> AsyncGenerator[None]:
-    """Records the figures of these shards again and again."""
+    """During the `with` block, records the figures of these shards again and again."""
     monkeypatch.setattr(shard_gauges, "_EVERY_S", 0.01)
     fleet = cast("Fleet", SimpleNamespace(shards=lambda: shards, holdings=dict))
     recording = asyncio.create_task(shard_gauges.record(fleet, folder, named_max=1))
@@ -219,7 +221,7 @@ async def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch, **shards: Aske
 async def test_the_figures_of_a_shard_are_written_whatever_fails_beside_it(
     fresh_database: Database, spare_dsn: str, org: OrgId, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder that cannot be written, and a shard with a fault that nobody foresaw, do not end the recording."""
+    """The recording continues although the folder cannot be written, and although a shard has an unforeseen fault."""
     await Store(fresh_database).enqueue(some_jobs(org, 1, queue="mail"))
     faulty = Database(ShardName("s2"), spare_dsn, connections=1, may_scan=True)
     await faulty.open()
@@ -239,7 +241,7 @@ async def test_the_figures_of_a_shard_are_written_whatever_fails_beside_it(
 async def test_a_process_that_gets_no_answer_leaves_the_figures_that_another_has_written(
     fresh_database: Database, fresh_dsn: str, org: OrgId, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gap would reset the alerts."""
+    """If the figures disappeared for a time, this gap would reset the alerts."""
     await Store(fresh_database).enqueue(some_jobs(org, 1, queue="mail"))
     for database in (fresh_database, Database(SHARD, make_conninfo(fresh_dsn, port=1), connections=1)):
         asked = Asked(database)

@@ -1,4 +1,4 @@
-"""The walk over the queues with one name in all orgs: what it finds, and what it costs with many orgs."""
+"""Tests what the walk over all orgs' queues with one name finds, and how many pages it reads with many orgs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ async def test_a_step_reads_as_much_as_it_returns_however_many_orgs_there_are(re
     assert plan.generic
     assert plan.indexes() <= {"job_ready", "queue_pkey"}
     assert not any(node["Node Type"] == "Seq Scan" for node in plan.nodes())
-    # For each queue the walk reads an index entry, the first job, and the row of the queue. It reads no further lane.
+    # For each queue the walk reads an index entry, the first job, and the row of the queue. The walk reads only one
+    # lane of the queue.
     assert plan.buffers < 100 * 25
 
 

@@ -1,4 +1,5 @@
-"""Redrives at a limited rate: the jobs become due one after another, over several calls and on one shard."""
+"""Redrives at a limited rate: the jobs become due one after another, also if several calls redrive them. All jobs are
+on one shard."""
 
 from __future__ import annotations
 
@@ -49,11 +50,11 @@ async def test_jobs_become_due_one_after_another_in_the_order_of_their_deaths(
     )
     assert [job_id for job_id, _, _ in rows] == died
     gaps = [later - earlier for (_, earlier, _), (_, later, _) in pairwise(rows)]
-    # Between the calls some time has passed.
+    # The third gap is between the jobs of two calls, so it includes the time between these calls.
     assert (gaps[0], gaps[1], gaps[3]) == (60 * SECOND_US,) * 3
     assert gaps[2] >= 60 * SECOND_US
     assert all(visible for _, _, visible in rows)
-    # The first job is ready.
+    # Only the first job is ready.
     assert [job.id for job, _ in await lease_jobs(store, org)] == died[:1]
     (found,) = [entry for entry in await books.check() if entry.org == org]
     assert (found.scheduled, found.leased, found.dead, found.balanced) == (4, 1, 0, True)
@@ -69,7 +70,7 @@ async def test_without_a_rate_all_jobs_are_ready_at_once(database: Database, boo
 async def test_the_client_and_the_command_redrive_at_a_rate(
     postgres: Server, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The redrive takes several calls.
+    # With this maximum, the redrive needs several calls.
     monkeypatch.setattr("windrow.admin._CHANGE_MAX", 2)
     config = write_cluster(tmp_path_factory.mktemp("rate") / "cluster.toml", {"s1": postgres.create("rate")})
     with running_routers(config) as routers:
@@ -98,7 +99,7 @@ async def test_the_client_and_the_command_redrive_at_a_rate(
             assert command(*redrive, "--kind", "k").code == 2
             done = command(*redrive, "--queue", "mail", "--kind", "k", "--died-after", "1h", "--json")
             assert done.documents == [{"redriven": 1, "skipped": 0}]
-            # Without a rate, no call may say how many jobs the calls before it have redriven.
+            # Without a rate, a call must not say how many jobs the earlier calls have redriven.
             for _ in range(3):
                 await dies()
             assert await client.redrive_queue("mail") == 3

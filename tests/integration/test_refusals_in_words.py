@@ -1,4 +1,5 @@
-"""The most frequent refusals, through a router: each says what is wrong, what is allowed, and what was given."""
+"""The most frequent refusals of a router: the text of each refusal says what is wrong, what is allowed, and what the
+caller sent."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The cluster file changes while routers run: which files are refused, which changes are applied, and that unaffected
-clients notice nothing."""
+"""The cluster file changes while routers run. The tests show which files are refused, which changes are applied, and
+that clients of other shards notice nothing."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _numbers = itertools.count(1)
 
 
 class Live(Running):
-    """A cluster whose file is rewritten again and again."""
+    """A cluster whose file a test rewrites again and again."""
 
     def write(self, shards: Shards, more: str = "") -> str:
-        """Replaces the file. Returns the digest of the new one."""
+        """Replaces the cluster file. Returns the digest of the new file."""
         return self.put(cluster_text(shards, more))
 
     def put(self, text: str) -> str:
@@ -58,7 +58,7 @@ class Live(Running):
         return digest_of(text)
 
     def change(self, shards: Shards, more: str = "") -> None:
-        """Replaces the file, and waits until the router uses it."""
+        """Replaces the cluster file, and waits until the router uses the new file."""
         digest = self.write(shards, more)
         until(lambda: self.file().digest == digest, f"the file is in use: {self.file()}")
 
@@ -83,7 +83,7 @@ class Live(Running):
         until(lambda: self.log().count(words) >= times, f"the log says {words!r}, {times} time(s)")
 
     def as_they_are(self, **others: Mapping[str, object]) -> dict[str, dict[str, object]]:
-        """Returns the table of every shard: its DSN, and the given settings."""
+        """Returns the table of each shard in the cluster file: the shard's DSN, and the given settings."""
         return {name: {"dsn": dsn, **others.get(name, {})} for name, dsn in self.dsns.items()}
 
 
@@ -100,7 +100,7 @@ def cluster_text(shards: Shards, more: str = "") -> str:
 
 @pytest.fixture
 def databases(postgres: Server) -> Generator[dict[str, str], None, None]:
-    """Two empty databases of the test's own."""
+    """Makes two empty databases that only one test uses."""
     test = f"reload_{next(_numbers)}"
     names = {shard: f"{test}_{shard}" for shard in ("s1", "s2")}
     yield {shard: postgres.create(name) for shard, name in names.items()}
@@ -124,7 +124,8 @@ def cluster(databases: dict[str, str], tmp_path: Path) -> Generator[Live, None, 
 
 def place(cluster: Live, orgs_slot: int | None, *, writes: str, reads: list[str]) -> None:
     """Writes the placement of one slot (None: of all slots) to the catalog, as a balancer does."""
-    # All changes are in one transaction, because a router that has read the new epoch never looks for older changes.
+    # All changes are in one transaction, because a router that has read the new epoch looks only for changes after that
+    # epoch.
     changed = cluster.sql(
         "s1",
         "WITH counted AS (UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch) "
@@ -193,7 +194,7 @@ def test_a_shard_that_holds_slots_is_not_forgotten_until_it_holds_none(cluster: 
         'state = "draining", and wait until `windrow shards` shows 0 for it'
     )
     enqueue(cluster.stubs, org)
-    # A shard that is still read from has jobs, which would be lost.
+    # If routers forgot a shard from which they still read jobs, these jobs would be lost.
     place(cluster, None, writes="s1", reads=["s1", "s2"])
     until(lambda: "still holds 16,384 slots" in cluster.file().refusal.reason, "what is on its way counts")
     assert (cluster.info("s2").slots, cluster.info("s2").leaving_slots) == (0, 16_384)
@@ -212,7 +213,7 @@ def test_another_catalog_and_another_name_take_a_restart(cluster: Live) -> None:
     assert "needs a restart of every router" in cluster.refused(cluster.write(turned))
     other = cluster_text(shards).replace('"tests"', '"others"')
     assert "[cluster] name is 'others'" in cluster.refused(cluster.put(other))
-    # This [catalog] names the same database, so no restart is needed.
+    # This [catalog] table names the same database as before, so no restart is needed.
     cluster.change(shards, f"[catalog]\ndsn = '''{cluster.dsns['s1']}'''\n")
 
 
@@ -260,7 +261,7 @@ def test_a_shard_that_is_added_comes_up_and_disturbs_nobody(
     with psycopg.connect(empty_dsn) as connection:
         assert connection.execute("SELECT cluster, shard FROM windrow.identity").fetchall() == [("tests", "s3")]
     cluster.said("shard 's3' is added")
-    # The new shard holds nothing, and may be removed at once.
+    # The new shard holds no slot, so it may be removed at once.
     cluster.change(cluster.as_they_are())
     assert [one.name for one in cluster.listed().shards] == ["s1", "s2"]
     cluster.said("shard 's3' is removed")
@@ -279,8 +280,8 @@ def test_an_added_shard_that_cannot_be_reached_is_told_and_mended(
 
 @pytest.fixture
 def moved(databases: dict[str, str], tmp_path: Path, postgres: Server) -> Generator[tuple[Live, str, Path], None, None]:
-    """A cluster whose file names s2, and the DSN of a copy of the database of s2, as if that database had been moved to
-    another host."""
+    """Yields a cluster, the DSN of a copy of s2's database, and the file that has the DSN of s2. The copy looks as if
+    the database of s2 had been moved to another host."""
     with live(databases, tmp_path):
         pass
     copy = f"{conninfo_to_dict(databases['s2'])['dbname']}_copy"
@@ -309,11 +310,12 @@ def test_a_shard_goes_over_to_another_dsn_and_calls_in_flight_end(
         cluster.said("shard 's2' is reached by its new DSN")
         enqueue(cluster.stubs, org, after)
         assert (after.id,) in cluster.sql("copy", "SELECT id::text FROM windrow.job")
-        # Now the consumer waits at the new database.
+        # By now, the consumer waits for jobs of the new database.
         enqueue(cluster.stubs, org, new_job(queue="other"))
         assert len(parked.result(PATIENCE_S).jobs) == 1
     assert call.result(PATIENCE_S).results[0].id == before.id
-    # A statement that waits for a lock is repeated after a moment, so the call may have ended at the new database.
+    # A statement that waits for a lock is repeated after a short time. So the call may have stored its job in the new
+    # database.
     stored = [row for place in ("s2", "copy") for row in cluster.sql(place, "SELECT id::text FROM windrow.job")]
     assert stored.count((before.id,)) == 1
     assert stored.count((after.id,)) == 1
@@ -338,7 +340,7 @@ def test_a_dsn_that_leads_to_no_shard_is_not_gone_over_to(
         cluster.change({**cluster.as_they_are(), "s2": {"dsn": dsn}})
         until(lambda trouble=trouble: trouble in cluster.info("s2").error, f"it is told: {trouble}")  # type: ignore[misc]
         assert cluster.info("s2").error.startswith("its new DSN is not in use yet: ")
-        # The old database still serves.
+        # The router still uses the old database.
         assert cluster.info("s2").reachable
         enqueue(cluster.stubs, org)
         with pytest.raises(SystemExit) as ended:
@@ -411,7 +413,7 @@ def test_a_process_that_dies_while_the_file_is_bad_comes_back_when_it_is_mended(
 
 
 def listening(routers: Routers) -> int:
-    """Returns how many processes take calls."""
+    """Returns how many router processes accept connections."""
     return sum(
         any(one.status == psutil.CONN_LISTEN for one in psutil.Process(pid).net_connections("tcp"))
         for pid in routers.pids
@@ -440,7 +442,7 @@ def assert_forbidden(call: Callable[[], object], state: str, what: str) -> None:
 
 
 def look(cluster: Live, org: str, job: str) -> None:
-    """Makes every call that changes nothing."""
+    """Makes one call of every method that only reads."""
     admin = cluster.stubs.admin
     assert found(cluster.stubs, org, job).jobs[0].id == job
     assert admin.GetStats(admin_pb2.GetStatsRequest(org=org), timeout=PATIENCE_S).queues

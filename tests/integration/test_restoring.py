@@ -1,4 +1,5 @@
-"""Finished and dead jobs are stored again as new jobs, which name the old jobs. Each new id stores a job only once."""
+"""Finished and dead jobs are stored again as new jobs, which name the old jobs. A repeat with the same new ids stores
+nothing."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class Cluster:
         self.enqueue(org, *jobs)
         left = len(jobs)
         while left:
-            # One claim may return fewer jobs than are ready, because a claim has a limit of its own.
+            # One call may return fewer jobs than are ready, because a claim has its own limit.
             leased = self.dequeue(org)
             acks = [queue_pb2.Ack(lease=job.lease, result=b"done") for job in leased]
             self.stubs.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks), timeout=PATIENCE_S)
@@ -137,7 +138,7 @@ def test_a_restored_job_is_as_the_old_one_was_and_says_which_that_is(cluster: Cl
     assert dict(job.attributes) == {"plan": "pro", "windrow.restored_from": old.id}
     assert (job.state, job.attempt, len(job.attempts), job.dedup_key) == (job_pb2.JOB_STATE_READY, 0, 0, "")
     assert (job.HasField("expires_at"), job.result, job.reason) == (False, b"", "")
-    # The old job stays as it was.
+    # The old job has not changed.
     assert cluster.get(org, old.id) == before
 
 

@@ -1,4 +1,5 @@
-"""Any whole number of days is a retention. Its partitions are made when it is first needed, and nobody waits."""
+"""Any whole number of days may be a retention. The partitions for a retention are made when it is first used, and no
+other call waits for this."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ async def books(fresh_database: Database) -> QueueAdmin:
 
 @pytest.fixture
 async def others(fresh_dsn: str) -> AsyncGenerator[list[Database], None]:
-    """The shard as four more processes see it."""
+    """Opens the shard's database four more times, as four more processes do."""
     async with AsyncExitStack() as stack:
         opened = [Database(SHARD, fresh_dsn, connections=1) for _ in range(4)]
         for database in opened:
@@ -44,7 +45,7 @@ async def others(fresh_dsn: str) -> AsyncGenerator[list[Database], None]:
 
 
 async def set_unnoticed(database: Database, org: OrgId, days: int) -> None:
-    """Sets the retention of the org's queues as the import of a move does, which makes no partitions for it."""
+    """Sets the retention of the org's queues without making the partitions, as the import of a move does."""
     await database.run(b"UPDATE windrow.queue SET retention = %(days)s WHERE org = %(org)s", {"days": days, "org": org})
 
 
@@ -159,7 +160,8 @@ async def test_nobody_waits_while_the_partitions_of_a_retention_are_made(
     leases = await lease_some(store, org, 2)
     async with await psycopg.AsyncConnection.connect(fresh_dsn) as making:
         await making.execute(partitions.making("finished_14", 14, None, None), prepare=False)
-        # The partitions are not committed yet. Each of these calls fails if it waits for a lock.
+        # The transaction that makes the partitions has not committed yet. Each of the following calls fails if it waits
+        # for a lock.
         more = some_jobs(org, 1)
         assert await store.enqueue(more) == {}
         assert len(await lease_jobs(store, org)) == 1
@@ -188,9 +190,9 @@ async def test_a_shard_takes_no_more_than_so_many_retentions_and_refuses_without
     settings = (await books.get_queue(org, QUEUE)).settings
     assert (settings.retention_days, settings.max_attempts) == (further[-1], 3)
     assert 14 not in await retentions_of(fresh_database)
-    # Retentions that the shard has are accepted as before.
+    # Retentions that the shard already has are still accepted.
     await books.alter_queue(org, QUEUE, QueueSettings(retention_days=100))
-    # A move may bring one more retention. No ack is refused because of it.
+    # A move may bring one more retention to the shard. No ack is refused because of the new retention.
     store = Store(fresh_database)
     leases = await lease_some(store, org)
     await set_unnoticed(fresh_database, org, 14)
@@ -217,7 +219,8 @@ async def test_queues_that_race_for_the_last_retentions_get_no_more_than_there_a
                 except TooManyRetentions:
                     return False
                 except ShardUnavailable:
-                    # Each new retention makes tables, one call after another. On a slow machine a call waits too long.
+                    # The first use of a retention makes tables, and calls do this one after another. On a slow machine,
+                    # a call may wait too long for its turn.
                     continue
                 return True
 

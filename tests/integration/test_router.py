@@ -1,4 +1,4 @@
-"""Router processes: their answers, their behaviour when a shard is away or gives wrong answers, and how they start and
+"""Tests what router processes answer, what they do while a shard is away or gives wrong answers, and how they start and
 stop."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from tests.routers import (
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2, server_pb2
 
 QUEUE = "mail"
-# Longer than any test waits. So a drain that ends during a test did not wait for this time.
+# No test waits as long as this. So a drain that ends during a test has not waited for this time.
 LONG_S = 3600.0
 OK, STALE, NOT_FOUND = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE, job_pb2.JOB_ANSWER_NOT_FOUND
 _numbers = itertools.count(1)
@@ -93,7 +93,7 @@ def databases(postgres: Server) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def running(databases: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Generator[Running, None, None]:
-    """Two shards on one server, for tests that need no server of their own."""
+    """Starts routers with two shards on the server that all tests share."""
     config = write_cluster(tmp_path_factory.mktemp("router") / "cluster.toml", databases)
     with running_routers(config) as routers, stubs(routers.address) as both:
         yield Running(dsns=databases, routers=routers, stubs=both)
@@ -101,7 +101,7 @@ def running(databases: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Clusters]:
-    """Two servers of this module, which tests stop, freeze and start again."""
+    """Starts two servers that only this module uses. Its tests stop, freeze and restart these servers."""
     try:
         with open_clusters(["s1", "s2"], ephemeral=True) as clusters:
             yield clusters
@@ -111,7 +111,7 @@ def servers() -> Iterator[Clusters]:
 
 @pytest.fixture(scope="module")
 def breakable(servers: Clusters, tmp_path_factory: pytest.TempPathFactory) -> Generator[Running, None, None]:
-    """Two shards on two servers. The catalog is on s1, so tests break s2."""
+    """Starts routers with two shards on two servers. The catalog is on s1, so tests break only s2."""
     config = write_cluster(tmp_path_factory.mktemp("breakable") / "cluster.toml", servers.dsns)
     with running_routers(config) as routers, stubs(routers.address) as both:
         yield Running(dsns=servers.dsns, routers=routers, stubs=both)
@@ -152,8 +152,8 @@ def succeeds(call: Callable[[], object]) -> bool:
 
 @contextlib.contextmanager
 def locked_jobs(dsn: str) -> Generator[Callable[[], int], None, None]:
-    """During the block no job of this database can be stored or taken. Yields a function that counts the waiting
-    statements."""
+    """During the `with` block, no statement can store or lease a job in this database. Yields a function that counts
+    the statements that wait for this."""
     with psycopg.connect(dsn) as holder, psycopg.connect(dsn, autocommit=True) as watcher:
         holder.execute("LOCK TABLE windrow.job IN EXCLUSIVE MODE")
 
@@ -199,12 +199,13 @@ def test_acks_ride_on_the_next_dequeue(running: Running) -> None:
     second = queue.Dequeue(request, timeout=PATIENCE_S)
     assert list(second.not_ok) == [queue_pb2.LeaseAnswer(lease=stale, answer=STALE)]
     assert len(second.jobs) == 1
-    # Repeat the request, as after a lost answer. Its acks get the same answers, and the request leases another job.
+    # Repeat the request, as if its answer had been lost. The acks get the same answers, and the request leases another
+    # job.
     third = queue.Dequeue(request, timeout=PATIENCE_S)
     assert (list(third.not_ok), len(third.jobs)) == (list(second.not_ok), 1)
     (record,) = found(running.stubs, org, first[0].id).jobs
     assert record.state == job_pb2.JOB_STATE_SUCCEEDED
-    # Nothing is leased if an ack is refused.
+    # If an ack in the request is refused, no job is leased.
     queue.Release(queue_pb2.ReleaseRequest(org=org, leases=[left]), timeout=PATIENCE_S)
     request.acks.add(lease=b"garbage")
     error = refusal(lambda: queue.Dequeue(request, timeout=PATIENCE_S))
@@ -244,7 +245,7 @@ def test_an_org_is_told_which_of_its_jobs_would_need_one_queue_too_many(running:
         error = refusal(call)
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert f"org {org!r} has 10,000 queues on shard 's1'" in (error.details() or "")
-        # Retrying would not help.
+        # The answer does not suggest a retry, because a retry would not help.
         assert detail(error, error_details_pb2.RetryInfo) is None
     first, second, third, fourth = enqueue(
         running.stubs, org, more, new_job(), new_job(kind="no name"), new_job(), independent=True
@@ -373,7 +374,8 @@ def test_orgs_do_not_reach_each_other(running: Running, other_shard: str) -> Non
 
 
 def test_one_ack_reaches_leases_of_several_shards(running: Running) -> None:
-    # The leases of one org may be on two shards, as after a move. A shard without the org knows none of its jobs.
+    # The leases of one org may be on two shards, as after a move. The shard where the org has no jobs does not know the
+    # lease.
     org, other = running.org_on("s1"), running.org_on("s2")
     enqueue(running.stubs, org)
     enqueue(running.stubs, other)
@@ -478,8 +480,8 @@ def test_reflection_lists_the_services(running: Running, version: str) -> None:
 def move_slot(running: Running, org: str, *, to: str, grant: bool = True) -> None:
     """Changes the catalog and the shards as a balancer does when an org's slot begins to leave s1."""
     slot = slot_of(OrgId(org))
-    # Both changes are in one statement: a router that reads between two statements would never learn of the second
-    # change.
+    # Both changes are in one statement. A router that read the catalog between two statements would never learn of the
+    # second change.
     ((epoch,),) = running.sql(
         "s1",
         "WITH next AS (UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch) "
@@ -499,7 +501,7 @@ def test_an_enqueue_that_a_shard_refuses_goes_where_the_slot_went(running: Runni
     (result,) = enqueue(running.stubs, org, after)
     assert (result.id, result.duplicate) == (after.id, False)
     assert [job.shard for job in found(running.stubs, org, before.id, after.id).jobs] == ["s1", "s2"]
-    # Consumers get the jobs of both shards. By each lease the router finds the shard of its job.
+    # Consumers get the jobs of both shards. From a lease, the router knows the shard of the job.
     leased = dequeue(running.stubs, org)
     assert {job.id for job in leased} == {before.id, after.id}
     request = queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=job.lease) for job in leased])
@@ -509,8 +511,8 @@ def test_an_enqueue_that_a_shard_refuses_goes_where_the_slot_went(running: Runni
 
 def test_what_two_shards_give_fits_into_one_answer(running: Running) -> None:
     org = running.org_on("s1")
-    # Two payloads of this size leave room for a third one in one shard's answer. Four payloads are more than gRPC
-    # clients accept.
+    # Two payloads of this size do not fill the answer of one shard: a third payload would fit. Four payloads are more
+    # than gRPC clients accept.
     large = b"x" * (2**20 - 8)
     stored = [new_job(payload=large) for _ in range(2)]
     enqueue(running.stubs, org, *stored)
@@ -574,13 +576,14 @@ def test_a_stopped_shard_is_unavailable_at_once_and_hurts_no_other(breakable: Ru
     kill(servers["s2"])
     try:
         with ThreadPoolExecutor(40) as threads:
-            # The first calls find the connections broken. At the following calls the router knows that already.
+            # The first calls find the connections broken. When the later calls come, the router already knows that s2
+            # is away.
             for _ in range(3):
                 refused = [threads.submit(refusal, call) for call in calls * 6]
                 served = [threads.submit(enqueue, both, near) for _ in range(20)]
                 for one in refused:
                     assert_unavailable(one.result())
-                    # The call did not fail because its time was over.
+                    # The error is not that of a call that has reached its deadline.
                     assert " within " not in str(one.result().details())
                 for other in served:
                     assert other.result()[0].id
@@ -611,7 +614,7 @@ def test_calls_to_a_frozen_shard_end_by_their_deadline(breakable: Running, serve
                 assert one.result()[0].id
             codes = {one.result() for one in stuck}
             assert codes <= {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE}
-        # Even a caller with a long timeout gets the answer soon.
+        # A caller with a long timeout gets the refusal soon too.
         error = refusal(lambda: enqueue(both, far))
         assert_unavailable(error)
         assert error.details() == "shard 's2' is unavailable: it does not answer"
@@ -643,8 +646,8 @@ def test_many_calls_at_once_are_the_gates_to_judge_and_not_grpcs(running: Runnin
     request = queue_pb2.DequeueRequest(org=org, queues=[QUEUE])
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(stubs(running.routers.address)) for _ in range(5)]
-        # If the router is slow, all of these calls wait in gRPC. gRPC refuses none as long as up to 2,000 calls wait
-        # here; its default is 1,000.
+        # If the router is slow, all of these calls wait in gRPC. gRPC refuses none of them, because in a router up to
+        # 2,000 calls may wait. The default of gRPC is 1,000.
         calls = [each.queue.Dequeue.future(request, timeout=PATIENCE_S) for _ in range(390) for each in connections]
         for call in calls:
             call.exception(PATIENCE_S)
@@ -670,17 +673,17 @@ def test_two_hundred_cancelled_calls_cost_no_connection(running: Running) -> Non
             for call in calls:
                 call.cancel()
             until(lambda waiting=waiting: waiting() == 0, "the cancelled statements have ended")  # type: ignore[misc]
-    # All four connections still work.
+    # All connections to the shard still work.
     with locked_jobs(running.dsns["s1"]) as waiting:
         calls = [both.queue.Enqueue.future(request) for request in requests]
         until(lambda: waiting() == 2, "as many enqueues as may be under way wait for the lock")
-    # A cancelled call may have been executed; either way each job is stored once.
+    # A cancelled call may have stored its job. Nevertheless, each job is stored only once.
     assert [call.result(PATIENCE_S).results[0].id for call in calls] == [job.id for job in jobs]
     assert running.stubs.books("s1")["s1", org].accepted == 201
 
 
 def test_a_shard_that_became_a_standby_is_unavailable_and_then_found_again(running: Running) -> None:
-    # The trigger raises exactly the error that a standby gives.
+    # The trigger raises the same error as a standby.
     org, both = running.org_on("s2"), running.stubs
     running.sql(
         "s2",
@@ -785,8 +788,8 @@ def port_of(address: str) -> int:
 
 def test_every_process_of_a_port_serves(running: Running) -> None:
     with running_routers(running.routers.config, processes=2) as routers, contextlib.ExitStack() as stack:
-        # The kernel distributes connections over the processes. All 40 connections go to one process about once in
-        # 10^12 runs.
+        # The kernel distributes connections over the processes. In about one of 10^12 runs, all 40 connections go to
+        # the same process.
         for _ in range(40):
             enqueue(stack.enter_context(stubs(routers.address)), "org-1")
         assert len(routers.pids) == 2
@@ -875,11 +878,12 @@ def test_a_drain_lets_calls_in_flight_end_and_takes_no_new_ones(running: Running
                 lambda: both.queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=[QUEUE]), timeout=PATIENCE_S),
                 lambda: list(both.cluster.CheckShard(cluster_pb2.CheckShardRequest(shard="s1"), timeout=PATIENCE_S)),
             ):
-                # For a short time, a connection with calls may begin more calls.
+                # For a short time after the stop, a client may still begin calls on a connection that has calls in
+                # flight.
                 until(functools.partial(is_refused, refused), "the call is refused")
             assert not call.done()
         assert call.result(PATIENCE_S).results[0].id == job.id
-        # A call that waits is answered early.
+        # The call that waits for the end of a job is answered before its wait is over.
         assert waiting_job.result(PATIENCE_S).job.state == job_pb2.JOB_STATE_READY
         assert routers.supervisor.wait(PATIENCE_S) == 0
     assert found(running.stubs, org, job.id).not_found_ids == []
@@ -916,7 +920,7 @@ def test_health_is_serving_until_the_drain_which_no_watcher_holds_up(running: Ru
         routers.supervisor.terminate()
         for watch in watches:
             assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        # If the drain waited for a watcher, the drain would last longer than this wait.
+        # If the drain waited for the watchers, the supervisor would not end within this wait.
         assert routers.supervisor.wait(PATIENCE_S) == 0
 
 
@@ -979,7 +983,7 @@ def test_a_shard_whose_server_is_a_standby_is_not_called_reachable(empty_dsn: st
                 return shard
 
             until(lambda: look().reachable, "the primary answers")
-            # Without target_session_attrs, the standby takes the router's connections.
+            # The DSN has no `target_session_attrs`, so the router connects to the standby.
             primary.kill()
             until(lambda: "its server is a standby" in look().error, "the standby answers")
             assert not look().reachable

@@ -1,4 +1,4 @@
-"""Schedules over gRPC, through a router: what each call does, and that routers fire due instants."""
+"""Tests what each call about schedules does over gRPC, and that routers fire due instants."""
 
 from __future__ import annotations
 
@@ -343,7 +343,7 @@ async def test_the_client_creates_changes_and_removes_schedules(client: windrow.
 
 
 async def one(client: windrow.Client) -> windrow.ScheduleRecord:
-    """Returns the only schedule with its payload, which lists leave out."""
+    """Returns the only schedule. The payload is included, although a list of schedules has no payloads."""
     (record,) = await client.list_schedules()
     found, _ = await client.get_schedule(record.name)
     return found

@@ -123,7 +123,7 @@ async def test_a_schedule_that_cannot_be_decided_holds_up_no_other(shard: Shard,
     for name in ("a", "b", "c"):
         await shard.create(org, ScheduleSpec(timing=timing), ScheduleName(name))
         await shard.set_back(org, HOUR_US, ScheduleName(name))
-    # Make it look as if the schedule's time zone were no longer in the time zone database.
+    # Make it look as if the time zone database no longer had the schedule's time zone.
     await shard.database.run(
         b"UPDATE windrow.schedule s SET zone = 'Nowhere/Gone', cron = '* * * * *', interval_us = NULL, "
         b"wake_at = wake_at - interval '1 s' FROM windrow.org o "
@@ -189,7 +189,8 @@ async def test_a_window_that_has_no_instant_leaves_the_latest(shard: Shard, org:
 
 async def test_all_are_caught_up_to_a_bound(shard: Shard, org: OrgId) -> None:
     ((now,),) = await shard.database.run(b"SELECT now()", {})
-    # The schedule ends now, because other tests share the shard and count the instants that are due there.
+    # The schedule ends now. Otherwise it would disturb other tests, which share the shard and count the instants that
+    # are due there.
     minutely = Timing(interval_us=60_000_000, start=Micros(now - DAY_US - 30_000_000), end=Micros(now))
     spec = ScheduleSpec(timing=minutely, overlap=Overlap.ALLOW, catch_up=CatchUp.ALL)
     await shard.create(org, spec)
@@ -198,7 +199,7 @@ async def test_all_are_caught_up_to_a_bound(shard: Shard, org: OrgId) -> None:
     jobs = await shard.jobs(org)
     assert [job.at for job in jobs] == [jobs[0].at + n * 60_000_000 for n in range(CATCH_UP_MAX)]
     assert jobs[0].at == first + 440 * 60_000_000
-    # Only the newest runs are kept.
+    # Only the RUNS_KEPT newest runs are kept.
     assert len(await shard.runs(org)) == RUNS_KEPT
 
 
@@ -226,7 +227,7 @@ async def test_a_single_date_fires_once(shard: Shard, org: OrgId) -> None:
 async def test_a_schedule_whose_time_zone_got_other_rules_is_decided_once(fresh_database: Database, org: OrgId) -> None:
     shard = Shard(fresh_database)
     created = await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
-    # By the old rules the next instant was a moment ago. By the new rules it comes half an hour later.
+    # By the old rules of the time zone, the next instant was one second ago. By the new rules, it is in half an hour.
     await shard.database.run(
         b"UPDATE windrow.schedule SET next_at = now() - interval '1 s' WHERE id = %(id)s::uuid",
         {"id": created.schedule.id},
@@ -274,8 +275,8 @@ async def test_with_skip_none_is_stored_while_a_job_is_live_and_the_next_after_i
     assert len(await shard.jobs(org)) == 1
     await shard.end_job(org)
     await shard.set_back(org, 5 * HOUR_US)
-    # The two earlier instants have no run yet. The first one is stored, and the second one is due while its job is
-    # live.
+    # Of the five instants, the two earliest have no run yet. The first of these two is stored. The second is due while
+    # the job of the first is live.
     assert (await shard.fire()).jobs == 1
 
 
@@ -359,8 +360,8 @@ async def test_the_instants_that_are_skipped_together_with_one_that_has_waited_s
     begin, end = Micros(first + HOUR_US), Micros(first + HOUR_US + 1)
     done = await shard.admin.backfill(org, DAILY, begin=begin, end=end, overlap=Overlap.BUFFER_ALL, epoch=1)
     assert done.buffered == 1
-    # With jitter, the first undecided instant may be earlier than the instants of a backfill. Later undecided instants
-    # may be the same as those.
+    # Make the backfilled instants undecided again. With jitter this can happen: the first undecided instant may be
+    # earlier than the backfilled instants, and later undecided instants may be the same as these.
     assert await shard.set_back_paused(org, 3 * HOUR_US) == begin
     await shard.end_job(org)
     await shard.wake(org)
@@ -368,7 +369,8 @@ async def test_the_instants_that_are_skipped_together_with_one_that_has_waited_s
     told = [run for run in await shard.runs(org) if run.cause.value != "trigger"]
     assert [run.at for run in told] == [begin, begin + HOUR_US, begin + 2 * HOUR_US]
     assert outcomes(told) == ["stored", "skipped catch_up", "buffered"]
-    # Delete the schedule: a schedule with a buffered run is due each second, also in the tests after this one.
+    # Delete the schedule. A schedule with a buffered run is due each second, and would disturb the tests after this
+    # one.
     await shard.admin.delete(org, DAILY, epoch=1)
 
 
@@ -384,8 +386,8 @@ async def test_each_of_the_instants_that_are_skipped_together_is_told_though_the
     end = Micros(first + 2 * HOUR_US)
     done = await shard.admin.backfill(org, DAILY, begin=first, end=end, overlap=Overlap.ALLOW, epoch=1)
     assert done.stored == 2
-    # With jitter, the first undecided instant may be earlier than the instants of a backfill. Later undecided instants
-    # may be the same as those.
+    # Make the backfilled instants undecided again. With jitter this can happen: the first undecided instant may be
+    # earlier than the backfilled instants, and later undecided instants may be the same as these.
     assert await shard.set_back_paused(org, 5 * HOUR_US) == first
     match how:
         case "catch up":
@@ -439,7 +441,7 @@ async def test_with_cancel_running_the_job_is_cancelled_first(shard: Shard, org:
     fired = await shard.due.fire()
     assert [(one.job, one.cancel) for one in fired.needed] == [(running, True)]
     assert fired.jobs == 0
-    # A router that dies here has changed nothing: the next router gets the same answer.
+    # If the router dies now, it has changed nothing, and the next router gets the same answer.
     await shard.wake(org)
     assert [one.job for one in (await shard.due.fire()).needed] == [running]
     await shard.store.cancel(org, [running], reason="replaced")
@@ -472,7 +474,7 @@ async def test_a_job_that_another_shard_may_have_is_asked_for_before_a_run_is_de
 
 
 async def test_what_falls_into_a_pause_is_skipped_for_it(fresh_database: Database, org: OrgId) -> None:
-    # No schedule of another test may become due here.
+    # The test uses its own database, because no schedule of another test may become due in it.
     shard = Shard(fresh_database)
     await shard.create(org, ScheduleSpec(timing=await shard.hourly()))
     await shard.admin.set_paused(org, DAILY, paused=True, epoch=1)
@@ -492,7 +494,7 @@ async def test_a_run_whose_jitter_is_not_over_when_a_pause_ends_is_stored_then(s
     name, at, due = DAILY, Micros(0), Micros(0)
     spec = ScheduleSpec(timing=await shard.hourly(jitter_us=DAY_US))
     (now,) = (await shard.database.run(b"SELECT now()", {}))[0]
-    # The jitter depends on the random id of the schedule.
+    # The jitter depends on the random id of the schedule. Create schedules until one has a jitter that is long enough.
     while due < now + HALF_US:
         name = ScheduleName(f"{name}-again")
         created = await shard.create(org, spec, name)
@@ -554,7 +556,7 @@ async def test_a_backfill_stores_instants_that_were_skipped_together_and_the_oth
         return await shard.admin.backfill(org, DAILY, begin=at, end=end, overlap=Overlap.ALLOW, epoch=1)
 
     assert (await backfill(1, 1)).stored == 1
-    # The row of the first instant records all skipped instants. The second instant now has a row of its own.
+    # The row of the first instant has recorded all skipped instants. Now the second instant has its own row.
     done = await backfill(0, 1)
     assert (done.stored, done.known) == (1, 0)
     runs = await shard.runs(org)
@@ -634,7 +636,7 @@ async def test_a_backfilled_run_waits_for_the_job_before_it_and_for_no_later_one
     end = Micros(begin + 2 * HOUR_US)
     done = await shard.admin.backfill(org, DAILY, begin=begin, end=end, overlap=Overlap.BUFFER_ALL, epoch=1)
     assert done.buffered == 2
-    # The schedule allows its next run, and the job of that run stays live.
+    # The schedule's own overlap policy allows the next run. The job of this run stays live.
     await shard.set_back(org, HOUR_US)
     assert (await shard.fire()).jobs == 1
     for left in (1, 0):
@@ -718,7 +720,7 @@ async def test_a_paused_schedule_sleeps_on_and_one_of_another_shard_is_left(
 
 
 async def _lose_zone(shard: Shard, org: OrgId) -> None:
-    """Gives the org's schedules a time zone that no longer exists, as after an update of the system."""
+    """Makes the time zone of the org's schedules one that does not exist, as an update of the system may do."""
     await shard.database.run(
         b"UPDATE windrow.schedule s SET zone = 'Mars/Olympus', cron = '0 * * * *', interval_us = NULL "
         b"FROM windrow.org o WHERE o.org_id = s.org_id AND o.org = %(org)s",
@@ -763,7 +765,7 @@ async def test_what_was_due_by_a_timing_that_is_changed_is_told_as_skipped(
     (run,) = await shard.runs(org)
     assert outcomes([run]) == [f"skipped {reason}"]
     assert (run.at, run.through) == (first, first + 2 * HOUR_US)
-    # The schedule continues by the new timing, and stays paused if it was paused.
+    # The schedule continues with the new timing, and is still paused if it was paused.
     schedule = changed.schedule
     assert schedule.next_at == calendar.following(daily, changed.now)
     assert (schedule.paused_at is not None) is paused
@@ -821,7 +823,7 @@ async def test_an_org_may_have_so_many_schedules(shard: Shard, org: OrgId, monke
     with pytest.raises(TooManySchedules):
         await shard.create(org, spec, ScheduleName("second"), queue="new")
     assert await shard.store.names.find([(org, QueueName("new"))]) == {}
-    # A repeated create is told that the schedule exists.
+    # A create with the name of the first schedule is refused because that schedule exists.
     with pytest.raises(ScheduleExists):
         await shard.create(org, spec)
 
@@ -874,7 +876,7 @@ async def test_a_router_that_remembers_a_wrong_queue_stores_the_run_in_the_right
         while await erasure.go_on(fresh_database, unfinished):
             pass
     else:
-        # The store remembers an outdated queue number, as after the shard was restored from a backup.
+        # The store remembers a wrong queue number, as it may after the shard was restored from a backup.
         ids = await shard.store.names.make([(other_org, mail)])
         shard.store.names.remember(ids[other_org, mail], org, mail)
     # Another router makes the schedule.
@@ -946,7 +948,7 @@ async def test_a_backfill_asks_other_shards_while_it_holds_neither_its_schedule_
         asked.append(job)
         if len(asked) == 1:
             await single.run(b"SELECT 1", {})
-            # Another router starts the next run meanwhile.
+            # While the backfill asks, another router starts the next run.
             await shard.end_job(org)
             await shard.admin.trigger(org, DAILY, request=None, epoch=1)
         return True
@@ -958,7 +960,7 @@ async def test_a_backfill_asks_other_shards_while_it_holds_neither_its_schedule_
         )
     finally:
         await single.close()
-    # The job of that next run is live.
+    # The only live job is that of the run which the other router has started.
     (running,) = await shard.jobs(org)
     assert asked == [first, running.id]
     assert (done.stored, done.skipped) == (0, 2)

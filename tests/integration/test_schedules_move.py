@@ -1,5 +1,5 @@
-"""Schedules while their org moves to another shard, and while routers and balancers die: each instant is stored once
-(I10), and only the shard that accepts the org's new jobs fires (I6)."""
+"""An org with schedules moves to another shard, and routers and balancers die. Each instant is stored once (I10), and
+only the shard that accepts the org's new jobs fires schedules (I6)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def make_due(shard: Shard, org: OrgId, count: int) -> list[ScheduleName]:
 
 
 async def stored(databases: Sequence[Database], org: OrgId) -> Counter[Micros]:
-    """Returns how often each instant was stored."""
+    """Returns how many jobs were stored for each instant."""
     return Counter([job.at for database in databases for job in await jobs_of(database, org)])
 
 
@@ -121,7 +121,7 @@ async def test_a_router_dies_while_it_fires_and_each_run_is_stored_once(
     finally:
         await dying.close()
     assert fate.acts >= 1
-    # A cancel may come too late to prevent the commit.
+    # A cancellation may come too late to prevent the commit.
     whole = RUNS * len(names)
     possible = {"unheard": {whole}, "cancelled": {0, whole}}.get(how, {0})
     assert len(await jobs_of(database, org)) in possible

@@ -1,5 +1,5 @@
-"""The plans of the statements about schedules, with 200,000 schedules on the shard. While no schedule is due, a look
-reads one index entry. Due schedules are found by that index, whatever statistics the planner has."""
+"""The plans of the statements about schedules, with 200,000 schedules on the shard. While no schedule is due, the
+search for due schedules reads one index entry. The planner uses this index, whatever statistics it has."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def filled(module_dsn: str) -> AsyncGenerator[Database, None]:
     database = Database(SHARD, module_dsn, connections=1)
     await database.open()
     await database.run(b"ALTER TABLE windrow.schedule SET (autovacuum_enabled = off)", {})
-    # Make orgs as a router does, but put each org into an owned slot that is chosen here.
+    # Make orgs as a router does, but put each org into an owned slot that the test chooses.
     await database.run(
         f"INSERT INTO windrow.org (org, slot) SELECT 'org-' || n, n FROM generate_series(1, {ORGS}) n".encode(), {}
     )
@@ -49,7 +49,7 @@ async def filled(module_dsn: str) -> AsyncGenerator[Database, None]:
         b"SELECT m.name_id, o.org_id, o.org, 'mail', o.slot FROM windrow.org o, windrow.queue_name m",
         {},
     )
-    # While the table is empty, make the plans that Postgres keeps.
+    # Let Postgres make the plans that it keeps while the table is empty.
     async with database.transaction() as connection:
         await plan(connection, statements.FIND_WAKE, {})
         await plan(connection, statements.TAKE_DUE, {"rows": 500})

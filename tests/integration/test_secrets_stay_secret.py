@@ -1,4 +1,4 @@
-"""No secret is in anything that a cluster prints, answers or exports, whether all goes well or all goes wrong."""
+"""A cluster never prints, answers or exports a secret, whether calls succeed or fail."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_nothing_that_a_cluster_says_contains_a_secret(postgres: Server, tmp_pat
         key, revoked = cluster.key_of("acme"), cluster.key_of("acme")
         operator = cluster.new_key(scopes=["cluster", "read"])
         cluster.revoke(revoked)
-        # This secret differs from a valid secret only at its end. It shows whether anything quotes what a caller sent.
+        # This secret differs from a valid secret only at its end. With it, the test finds texts that quote what a
+        # caller sent.
         wrong = f"{key[:-4]}{'aaaa' if key[-4:] != 'aaaa' else 'bbbb'}"
         tokens = [
             token(org="acme"),
@@ -87,7 +88,7 @@ def test_nothing_that_a_cluster_says_contains_a_secret(postgres: Server, tmp_pat
     assert id_of(key) in everything
     assert "windrow.v1.Queue/Enqueue" in everything
     secrets = {password, *(one.split("_", 2)[2] for one in (key, revoked, operator, wrong))}
-    # Those parts of a token that must stay secret.
+    # Only these parts of a token must stay secret.
     secrets |= {part for sent in tokens for part in sent.split(".")[1:] if len(part) > 20}
     assert [secret for secret in secrets if secret in everything] == []
 

@@ -1,4 +1,4 @@
-"""Lookups and counts use connections too: one org's calls leave some connections for other orgs (I4)."""
+"""Lookups and counts use connections too. The calls of one org leave some connections for other orgs (I4)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ async def under_way(
     at_once: int,
     lock: LiteralString = "LOCK TABLE windrow.departing IN ACCESS EXCLUSIVE MODE",
 ) -> AsyncGenerator[None]:
-    """Runs this many slow calls, some at the same time. In this test the calls wait for a lock; in production slow
-    calls scan much data."""
+    """Runs this many slow calls during the `with` block, `at_once` of them at the same time. In production, calls are
+    slow because they scan much data. In this test, the calls wait for a lock instead."""
     async with await psycopg.AsyncConnection.connect(dsn) as holder:
         await holder.execute(lock)
         tasks = [asyncio.create_task(call()) for _ in range(calls)]

@@ -1,7 +1,7 @@
 """One router process hands jobs over to the consumers of its sibling, another router process of the same supervisor.
-The tests also show what happens when either process dies, stops or sends nonsense during a hand-over.
+The tests also show what happens when one of the two processes dies, stops or sends invalid messages during a hand-over.
 
-In these tests the test itself is the supervisor: it chooses the process that a client calls, and may also act as the
+Each test is itself the supervisor of the processes. It chooses the process that a client calls, and may also act as the
 sibling of a process."""
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from tests.streams import QUEUE, Client, Stream, acks, client, new_job, sql, unt
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 SHARDS = ("s1", "s2")
-# No router sweeps during a test, so a job that arrives was handed over, or announced.
+# No router sweeps during a test. So a job that reaches a consumer was either handed over, or announced to the
+# consumer's process.
 NEVER_S = 3600.0
 # Numbers for the messages that `until_ready` sends.
 _numbers = itertools.count(1000)
@@ -43,7 +44,7 @@ class Router:
 
     process: subprocess.Popen[str]
     address: str
-    # The supervisor's end of the process's standard input.
+    # The supervisor's end of the socket that is the standard input of the process.
     line: socket.socket
     log: Path
 
@@ -66,7 +67,8 @@ def connect(one: Router, other: Router) -> None:
         router.connect(end)
 
 
-# A router process that waits for the answers of its siblings, and keeps promises, for as long as tests need.
+# The program of a router process that waits for the answers of its siblings, and keeps promises, for as long as tests
+# need.
 _MAIN = """
 import sys
 from router.process.child import main
@@ -81,7 +83,8 @@ sys.exit(main())
 
 @contextlib.contextmanager
 def running_router(config: Path, *, ask_s: float = PATIENCE_S) -> Generator[Router, None, None]:
-    """By default no answer of a sibling is too late, however busy the machine is."""
+    """Starts a router process. With the default of `ask_s`, the process waits for the answers of siblings even on a
+    very busy machine."""
     ours, its = socket.socketpair()
     log = config.with_name(f"{job_id()}.log")
     main = _MAIN.format(ask_s=ask_s, kept_s=2 * PATIENCE_S)
@@ -118,7 +121,7 @@ def config(dsns: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="module")
 def two(config: Path) -> Generator[tuple[Router, Router], None, None]:
-    """Two processes that live through the whole module."""
+    """Starts two processes that run during all tests of the module."""
     with running_router(config) as one, running_router(config) as other:
         connect(one, other)
         yield one, other
@@ -126,14 +129,14 @@ def two(config: Path) -> Generator[tuple[Router, Router], None, None]:
 
 @pytest.fixture
 async def near(two: tuple[Router, Router]) -> AsyncGenerator[Client, None]:
-    """The process where consumers wait."""
+    """Yields a client of the first process, where consumers wait."""
     async with client(two[0].address) as opened:
         yield opened
 
 
 @pytest.fixture
 async def far(two: tuple[Router, Router]) -> AsyncGenerator[Client, None]:
-    """The sibling of that process, through which jobs are enqueued."""
+    """Yields a client of the second process, through which tests enqueue jobs."""
     async with client(two[1].address) as opened:
         yield opened
 
@@ -144,7 +147,7 @@ async def org(near: Client) -> str:
 
 
 def handed_over(dsns: dict[str, str], *ids: str) -> list[str]:
-    """Returns the jobs among these that the insert itself leased."""
+    """Returns those of these jobs that the insert itself leased."""
     hexes = [to_hex(one) for one in ids]
     found: set[str] = set()
     for shard in dsns:
@@ -156,7 +159,7 @@ def handed_over(dsns: dict[str, str], *ids: str) -> list[str]:
 
 
 async def until_ready(producer: Client, dsns: dict[str, str], org: str, stream: Stream, *, queue: str = QUEUE) -> None:
-    """Enqueues jobs through `producer` until one is handed over to the stream. Afterwards the stream has all of its
+    """Enqueues jobs through `producer` until one job is handed over to the stream. Afterwards the stream has its whole
     credit again."""
     for number in itertools.islice(_numbers, 200):
         seen = len(stream.jobs)
@@ -171,15 +174,14 @@ async def until_ready(producer: Client, dsns: dict[str, str], org: str, stream: 
 
 @contextlib.contextmanager
 def inserts_blocked(dsns: dict[str, str], shard: str = "s1") -> Generator[psycopg.Connection, None, None]:
-    """No job is stored on the shard within this scope, or until the connection commits."""
+    """Until the `with` block ends or the yielded connection commits, no job can be stored on the shard."""
     with psycopg.connect(dsns[shard]) as rival:
         rival.execute("LOCK TABLE windrow.job IN SHARE MODE")
         yield rival
 
 
 async def until_inserting(dsns: dict[str, str], count: int = 1, shard: str = "s1") -> None:
-    """Waits until this many statements are blocked. When a statement is blocked, its jobs have been offered to
-    consumers."""
+    """Waits until this many inserts are blocked. By then, their jobs have been offered to consumers."""
     statement = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
     await until(lambda: sql(dsns, shard, statement)[0][0] >= count, "the insert is blocked")
 
@@ -219,7 +221,7 @@ async def test_consumers_here_come_first_and_the_rest_goes_to_a_sibling(
     async with near.stream(org, credit=10_000) as away:
         await until_ready(far, dsns, org, away)
         async with far.stream(org, credit=30) as here:
-            # Jobs are not handed over to this stream until it has claimed.
+            # No job is handed over to this stream until the stream has claimed jobs for the first time.
             while not here.jobs:
                 both = here.jobs, away.jobs
                 count = sum(map(len, both))
@@ -258,7 +260,7 @@ async def test_a_paused_queue_hands_nothing_over_to_a_sibling(
         await far.admin.ResumeQueue(admin_pb2.ResumeQueueRequest(org=org, queue=QUEUE))
         got = (await stream.until_jobs(seen + 2))[seen:]
         assert sorted(job.id for job in got) == sorted(ids)
-        # The places of the stream are free again.
+        # The stream can get as many jobs as before.
         assert await stream.settle(1, acks=acks(got), credit=2) == []
         await until_ready(far, dsns, org, stream)
         seen = len(stream.jobs)
@@ -311,7 +313,7 @@ async def test_a_consumer_with_credit_for_one_job_never_gets_two_from_two_siblin
 
 @pytest.fixture
 def pair(config: Path) -> Generator[tuple[Router, Router], None, None]:
-    """Two processes that the test may kill."""
+    """Starts two processes that the test may kill."""
     with running_router(config) as one, running_router(config) as other:
         connect(one, other)
         yield one, other
@@ -336,12 +338,12 @@ async def test_jobs_of_a_process_that_is_killed_before_its_insert_has_ended_come
             with contextlib.suppress(Exception):
                 await enqueue
             # Although the process has died, Postgres completes its statement. The statement leases the jobs, and no
-            # process knows that.
+            # process knows about these leases.
             rival.commit()
         got = (await stream.until_jobs(seen + 3))[seen:]
         assert sorted(job.id for job in got) == sorted(job.id for job in jobs)
         assert await stream.settle(1, acks=acks(got), credit=3) == []
-        # The stream has all of its credit again.
+        # The stream has its whole credit of 10 again.
         await here.enqueue(org, *(new_job() for _ in range(12)))
         await stream.until_jobs(seen + 3 + 10)
     await near.balanced(dsns)
@@ -362,7 +364,7 @@ async def test_jobs_of_a_process_that_is_killed_after_its_insert_come_back(
         with inserts_blocked(dsns) as rival:
             enqueue = asyncio.create_task(there.enqueue(org, *jobs))
             await until_inserting(dsns)
-            # From here on the process cannot tell its sibling anything.
+            # From now on, the process cannot send its sibling anything.
             os.kill(doomed.pid, signal.SIGSTOP)
             rival.commit()
         leased = "SELECT count(*) FROM windrow.job WHERE id = ANY(%s::uuid[]) AND lease IS NOT NULL"
@@ -429,14 +431,14 @@ async def _stopped(stopped: Router, keeper: Router, dsns: dict[str, str], org: s
         await until_ready(here, dsns, org, away)
         os.kill(stopped.pid, signal.SIGSTOP)
         ids = [one for _ in range(20) for one in await here.enqueue(org)]
-        # Nothing was leased to consumers that cannot be reached.
+        # No job was leased to the consumer of the stopped process.
         assert handed_over(dsns, *ids) == []
         async with here.stream(org, credit=100) as stream:
             got = await stream.until_jobs(20)
             assert sorted(job.id for job in got) == sorted(ids)
             assert await stream.settle(1, acks=acks(got)) == []
         os.kill(stopped.pid, signal.SIGCONT)
-        # The sibling asks the process again. The places that the process promised too late were given back.
+        # The sibling asks the process again. The process has got back the places that it promised too late.
         await until_ready(here, dsns, org, away)
         seen = len(away.jobs)
         await here.enqueue(org, *(new_job() for _ in range(100)))
@@ -476,7 +478,7 @@ async def test_a_process_that_drains_leaves_no_job_behind(
     await near.balanced(dsns)
 
 
-# ── A sibling that is none ───────────────────────────────────────────────────────────────────────────────────────────
+# ── A connection that does not come from a sibling ───────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -514,7 +516,7 @@ async def test_a_process_hangs_up_on_a_sibling_that_sends_nonsense_and_serves_on
 
 
 async def test_processes_find_each_other_again_when_one_was_restarted(config: Path, dsns: dict[str, str]) -> None:
-    """The kernel distributes connections: of many connections, some go to each process."""
+    """The kernel distributes connections over the processes. Of many connections, each process gets some."""
     with running_routers(config, processes=2) as routers:
         for turn in range(2):
             async with contextlib.AsyncExitStack() as stack:

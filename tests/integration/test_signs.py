@@ -1,4 +1,4 @@
-"""Signs that a shard needs an operator. Routers read these signs and export them as metrics."""
+"""Tests the signs that a shard needs an operator. Routers read these signs and export them as metrics."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ async def test_a_day_that_no_archiver_has_taken_is_late_when_it_is_over_and_agai
     async with fresh_database.transaction() as connection:
         name = f"finished_{RETENTION_DEFAULT}_{over.replace('-', '')}"
         await partitions.make(connection, name, RETENTION_DEFAULT, over, past)
-    # The day ended four whole days ago, plus the time since midnight today. Three hours of this sum are not late.
+    # The day ended four whole days ago, plus the time since midnight today. Of this time, the first three hours do not
+    # count as late.
     late_s = (await signs.read(fresh_database)).archive_late_s
     assert 0 <= late_s - (4 * DAY_S + now_s % DAY_S - 3 * HOUR_S) < PATIENCE_S
     day, *_ = await days.days_over(fresh_database)

@@ -1,4 +1,4 @@
-"""Which slow servers the breaker treats as silent, and which it does not."""
+"""Tests which slow servers the breaker of a shard treats as silent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ async def test_statements_of_a_shard_that_is_far_away_are_let_be(module_dsn: str
         database = Database(SHARD, through(module_dsn, proxy))
         await database.open()
         await asyncio.wait_for(database._pool.connected(), 30)
-        # The round trip takes 0.22 s. With TLS, half of this delay would be enough to show the problem.
+        # The delay is added in each direction, so a round trip takes 0.22 s. With TLS, half of this delay would be
+        # enough to show the problem.
         proxy.delay_s = 0.11
         try:
             sleeps = (database.run(b"SELECT pg_sleep(3)::text", {}) for _ in range(4))

@@ -1,5 +1,5 @@
-"""Limits of starts, over gRPC: two sets of routers with two processes each, and two shards. Most limits here are per
-day, so that no token comes back while a test runs."""
+"""Tests limits of starts over gRPC, with two sets of routers that have two processes each, and two shards. Most limits
+in these tests are per day, so that a bucket gets no new token while a test runs."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ async def limit(by: Client, org: str, amount: int, *, per_s: int = DAY_S, queue:
 
 
 async def in_force(cluster: Cluster, org: str) -> None:
-    """Returns when each process of both routers has read the limits and put them in force: a ListLimits call makes a
-    process do both. Each connection reaches a random process, so this function opens many connections."""
+    """Returns when each process of both routers has read the limits and put them in force. One ListLimits call makes
+    one process do this. Each connection reaches a random process, so this function opens many connections."""
     for routers in (cluster.near, cluster.far):
         for _ in range(8):
             async with client(routers.address) as one:
@@ -241,7 +241,8 @@ async def test_a_claim_that_finds_nothing_costs_nothing(cluster: Cluster, near: 
         assert await far.dequeue(org) == []
     await until(lambda: cluster.tokens(org) in ([], [3]), "what the claims did not use is given back")
     await store(near, org, 5)
-    # Another process of the router may have seen the bucket while it was empty, and asks again after 3 s.
+    # Another process of the router may have seen the bucket while the bucket was empty. Such a process asks the shard
+    # again after 3 s.
     started = 0
     while started < 3:
         started += len(await far.dequeue(org, wait_s=30))
@@ -259,7 +260,7 @@ async def test_a_change_governs_the_jobs_that_wait(cluster: Cluster, near: Clien
     async with far.stream(org, credit=100) as stream:
         await store(near, org, 30)
         await stream.until_jobs(1)
-        # Buckets are scaled: an empty bucket stays empty, and fills faster now.
+        # The change scales the bucket: an empty bucket stays empty, but fills faster from now on.
         await limit(near, org, 1000, per_s=1)
         await stream.until_jobs(30)
         await limit(near, org, 1)
@@ -294,7 +295,7 @@ async def test_the_bucket_moves_with_its_org(cluster: Cluster, near: Client, far
     await store(near, org, 20)
     started = await near.dequeue(org, max_jobs=6)
     assert len(started) == 6
-    # The move ends when no job is leased.
+    # Ack the jobs, because the move ends only when no job is leased.
     await near.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks(started)), timeout=PATIENCE_S)
     await until(lambda: cluster.tokens(org) == [4], "unused tokens are given back")
     move = await asyncio.to_thread(begin_move, cluster.dsns, org, to="s2")

@@ -1,4 +1,5 @@
-"""Lookups and lists are bounded, however large the jobs are: an answer ends with the job that fills it."""
+"""The answers to lookups and lists are bounded, however large the jobs are. An answer ends with the job that fills
+it."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ async def scheduled(store: Store, org: OrgId) -> list[JobId]:
 
 async def leased(store: Store, org: OrgId) -> list[JobId]:
     ids = await enqueue_large(store, org)
-    # One claim may give fewer jobs, because it has a limit of its own.
+    # One claim may return fewer jobs, because a claim has its own limit.
     while await lease_jobs(store, org, window_us=HOUR_US):
         pass
     return ids

@@ -1,5 +1,5 @@
-"""Several takers in one claim: no taker gets another taker's jobs, and together the takers get the jobs that a single
-taker would get (I2, I4)."""
+"""One claim serves several takers. No taker gets another taker's jobs, and all takers together get the jobs that a
+single taker would get (I2, I4)."""
 
 from __future__ import annotations
 
@@ -216,7 +216,8 @@ async def test_what_the_answers_have_no_room_for_is_left_as_it_was_and_comes_nex
     got: list[str] = []
     for _ in range(9):
         taken = await asyncio.gather(*(ask(store, org, max_jobs=wish) for wish in (1, 2, 3)))
-        # The first takers are served first, and no taker gets a job that is younger than a job that nobody has got.
+        # The claim serves the takers in their order. No taker gets a job while an older job is left that nobody has
+        # got.
         now = [name for some in taken for name in ids(some)]
         got += now
         assert got == names[: len(got)]
@@ -243,8 +244,7 @@ async def test_an_orgs_large_payloads_leave_room_for_another_orgs_jobs(
 async def test_a_taker_with_little_room_left_does_not_hold_up_the_others(
     recorder: Recorder, org: OrgId, other_org: OrgId
 ) -> None:
-    """I4: if the answer to one org has room for only one more byte, this does not limit the statements for another
-    org."""
+    """The answer to one org has room for only one more byte. This must not limit the jobs of another org (I4)."""
     store = Store(recorder)
     large = await enqueue_in_turn(store, org, 1, payload=HALF)
     large += await enqueue_in_turn(store, org, 1, payload=HALF[:-1])
@@ -397,7 +397,8 @@ async def test_a_taker_whom_postgres_refuses_costs_those_beside_it_nothing(
 async def test_what_is_leased_is_handed_out_though_the_shard_fails_before_a_second_turn(
     recorder: Recorder, org: OrgId, other_org: OrgId, error: Exception | None
 ) -> None:
-    """The jobs are leased before the shard fails, so nobody else could get them before their windows end."""
+    """The claim leases the jobs before the shard fails. So no other consumer could get the jobs before their windows
+    end."""
     store = Store(recorder)
     expired = some_jobs(org, 1)
     expired.expires_at_us = {0: FAR_FUTURE_US}
@@ -455,7 +456,8 @@ async def answered(module_dsn: str) -> AsyncGenerator[Answered, None]:
 
 
 def given_back(store: Store) -> asyncio.Future[set[QueueId]]:
-    """Returns a future. Its result is the queues in which the store gives jobs back the next time."""
+    """Returns a future. When the store releases jobs the next time, the queues of these jobs become the future's
+    result."""
     told: asyncio.Future[set[QueueId]] = asyncio.get_running_loop().create_future()
     store.on_visible = lambda queues: None if told.done() else told.set_result(queues)
     return told
@@ -502,7 +504,8 @@ async def test_a_claim_cancelled_while_it_is_done_gives_its_jobs_back_uncounted(
 async def test_a_claim_that_had_committed_when_its_caller_left_gives_its_jobs_back(
     answered: Answered, org: OrgId, other_org: OrgId, alone: bool
 ) -> None:
-    """The answer is on its way: without the release nobody else could get the jobs before their windows end."""
+    """The caller leaves before the answer arrives. Without the release, no other consumer could get the jobs before
+    their windows end."""
     store = Store(answered)
     jobs = some_jobs(org, 2)
     await store.enqueue(jobs)
@@ -524,8 +527,8 @@ async def test_a_claim_that_had_committed_when_its_caller_left_gives_its_jobs_ba
 async def test_a_claim_cancelled_in_the_very_turn_that_answers_it_gives_its_jobs_back(
     database: Database, org: OrgId
 ) -> None:
-    """The answer has arrived and the caller will not read it: without the release nobody else could get the jobs before
-    their windows end."""
+    """The answer has arrived, but the caller will not read it. Without the release, no other consumer could get the
+    jobs before their windows end."""
     store = Store(database)
     jobs = some_jobs(org, 2)
     await store.enqueue(jobs)

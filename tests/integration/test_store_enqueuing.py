@@ -1,4 +1,5 @@
-"""Enqueues of many calls and orgs in one statement: a bad call affects no other, and each job is stored once (I3)."""
+"""One statement stores the jobs of many calls and orgs. A bad call affects no other call, and each job is stored once
+(I3)."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ A, B = QueueName("a"), QueueName("b")
 
 
 async def where(database: Database, names: list[JobId]) -> dict[str, tuple[str, str]]:
-    """Returns the org and the queue of each of these jobs; asserts that no job is stored twice."""
+    """Returns the org and the queue of each of these jobs. Asserts that no job is stored twice."""
     rows = await database.run(
         b"""
         SELECT copy.id::text, q.org, q.queue FROM (
@@ -61,7 +62,7 @@ async def test_calls_of_several_orgs_are_one_statement_and_each_job_is_its_orgs(
         # A sparse column of one call must not apply to the next call.
         jobs.priorities = {at % 3: 1 + at}
         jobs.payloads = [f"{at}-{n}".encode() for n in range(3)]
-    # Their queues are created first, separately from the enqueues.
+    # Create the queues first, so that the enqueues need no statement for this.
     await store.names.make([(one, queue) for one in (org, other_org) for queue in (A, B)])
     before = len(recorder.runs)
     assert await asyncio.gather(*map(store.enqueue, calls)) == [{}] * 4
@@ -156,8 +157,8 @@ SPOILS: dict[Spoil, type[Exception]] = {
 
 
 async def assert_it_fails_alone(store: Store, database: Database, bad: NewJobs, kind: type[Exception]) -> Exception:
-    """Asserts that only this call fails. The call runs together with calls of its own org and of other orgs. The jobs
-    of those calls are stored and handed over."""
+    """Runs this call together with calls of the same org and of other orgs. Asserts that only this call fails, and that
+    the jobs of the other calls are stored and handed over."""
     orgs = [bad.org, OrgId(f"{bad.org}-beside"), bad.org, OrgId(f"{bad.org}-beside-too")]
     good = [some_jobs(one, 3, queue="beside", dedup_keys=[f"key-{at}"]) for at, one in enumerate(orgs)]
     told: list[list[int]] = []
@@ -272,8 +273,8 @@ COSTS: dict[Callable[[Store, OrgId], Awaitable[NewJobs]], list[bytes]] = {
 
 
 async def among(store: Store, bad: Sequence[NewJobs], count: int) -> None:
-    """Runs these bad calls in one act with good calls of another org; all calls together are `count`. Asserts that the
-    good calls succeed."""
+    """Runs `count` calls in one act: these bad calls, and good calls of another org. Asserts that the good calls
+    succeed and the bad calls fail."""
     beside = OrgId(f"{bad[0].org}-beside")
     await store.names.make([(beside, QUEUE)])
     calls = [*bad, *(some_jobs(beside, 1) for _ in range(count - len(bad)))]
@@ -352,7 +353,7 @@ async def test_a_shard_that_is_away_is_everybodys_trouble(recorder: Recorder, or
     assert [type(answer) for answer in answers] == [ShardUnavailable] * 2
 
 
-# A wrong memory of a queue's number
+# A queue number that the store remembers wrongly
 
 
 @pytest.mark.parametrize("wrong_first", [True, False])
@@ -484,7 +485,7 @@ async def test_a_call_with_twins_among_others_stores_each_of_its_jobs_once(datab
     assert {job.id for job, _ in await lease_jobs(store, org)} == {new, one, *beside.ids}
 
 
-# What stores nothing changes nothing
+# An enqueue that stores nothing changes nothing
 
 Known = Callable[[Store, OrgId, list[JobId]], Awaitable[None]]
 
@@ -521,7 +522,8 @@ async def where_live(database: Database, job: str) -> bool:
 
 
 async def keys_of(database: Database, org: OrgId) -> dict[tuple[str, str], str]:
-    """Returns, by queue and dedup key, the job that holds the key, for keys whose windows have not ended."""
+    """Returns the dedup keys whose windows have not ended: for each queue and key, the id of the job that has the
+    key."""
     rows = await database.run(
         b"""
         SELECT q.queue, d.key, d.job_id::text FROM windrow.dedup d JOIN windrow.queue q USING (queue_id)
@@ -608,13 +610,13 @@ async def test_a_key_that_counts_while_its_job_is_live_is_free_when_that_ended(
     old = some_jobs(org, 1, live_keys=["k"])
     assert await store.enqueue(old) == {}
     assert await store.enqueue(some_jobs(org, 1, live_keys=["k"])) == {0: old.ids[0]}
-    # A key that counts for a window, another queue's key and another org's key are other keys.
+    # These three are different keys: a key that counts for a window, a key of another queue, and a key of another org.
     others = [some_jobs(org, 1, dedup_keys=["k"]), some_jobs(org, 1, queue=A, live_keys=["k"])]
     assert await at_once(*map(store.enqueue, [*others, some_jobs(OrgId(f"{org}-2"), 1, live_keys=["k"])])) == [{}] * 3
     await become(store, org, ids_of(old))
     live = await where_live(database, old.ids[0])
     new = some_jobs(org, 1, live_keys=["k"])
-    # The id decides, not the key, whichever job has the key.
+    # A known id decides, not the key, no matter which job has the key.
     again = some_jobs(org, ids=[*ids_of(new), *ids_of(old)], live_keys=["k", "k"])
     assert await store.enqueue(again) == ({0: old.ids[0], 1: old.ids[0]} if live else {1: old.ids[0]})
     holder = old if live else new
@@ -622,7 +624,7 @@ async def test_a_key_that_counts_while_its_job_is_live_is_free_when_that_ended(
 
 
 async def test_a_job_that_another_call_stores_meanwhile_leaves_no_key(database: Database, org: OrgId) -> None:
-    """By the snapshot of the enqueue the job is new. The enqueue waits for the key while another call stores the
+    """In the snapshot of the enqueue, the job is new. While the enqueue waits for the key, another call stores the
     job."""
     one, other = Store(database), Store(database)
     ids = await one.names.make([(org, QUEUE)])
@@ -673,7 +675,7 @@ async def test_what_is_new_in_a_call_is_stored_by_one_statement_also_beside_call
 
 @pytest.fixture
 async def impatient(module_dsn: str) -> AsyncGenerator[Database, None]:
-    """A database that raises an error after a deadlock, and does not try again."""
+    """Opens a database that raises an error after a deadlock, and does not run the statement again."""
     opened = Database(SHARD, module_dsn, connections=8)
     opened._tries = 0
     await opened.open()
@@ -685,8 +687,8 @@ async def impatient(module_dsn: str) -> AsyncGenerator[Database, None]:
 async def test_batches_of_two_routers_that_overlap_in_any_order_never_deadlock(
     impatient: Database, books: QueueAdmin, org: OrgId, other_org: OrgId, share: str
 ) -> None:
-    """The calls of one router are all different, so that they share statements. The other routers send the same
-    jobs."""
+    """The calls of one router name different jobs, so that these calls share statements. The other routers send the
+    same jobs in other calls."""
     stores = [Store(impatient) for _ in range(3)]
     orgs = (org, other_org)
     accepted: Counter[str] = Counter()
@@ -725,8 +727,10 @@ async def test_batches_of_two_routers_that_overlap_in_any_order_never_deadlock(
 async def test_a_call_that_is_stored_plain_and_beside_options_by_two_routers_does_not_deadlock(
     module_dsn: str, org: OrgId
 ) -> None:
-    """The two statements differ in form, but lock the jobs in the same order, even if the queues have another order."""
-    # The lock wait is long: a statement that gave up its wait would end a deadlock, and the test would not see it.
+    """The two routers use different statements. Both statements lock the jobs in the same order, even if the queues
+    have another order."""
+    # The lock wait is long. Otherwise a statement that gives up its wait could end a deadlock, and the test would not
+    # see the deadlock.
     database = Database(SHARD, module_dsn, connections=8, short_lock_wait_s=PATIENCE_S)
     database._tries = 0
     await database.open()

@@ -62,8 +62,8 @@ async def test_an_attempt_lasts_no_longer_than_its_job_may_run_however_often_it_
     assert await store.settle(Settlement.extend(org, [lease], window_us=HOUR_US)) == [Answer.STALE]
     (record,) = await store.get(org, ids_of(jobs), include_payload=False)
     assert [(a.outcome, a.ended_at - a.leased_at) for a in record.attempts()] == [(Outcome.TIMED_OUT, MINUTE_US)]
-    # A window that is longer than `max_runtime` is shortened to it. A lease that ends earlier than `max_runtime` is not
-    # timed out.
+    # A window that is longer than `max_runtime` is shortened to `max_runtime`. A lease that ends before `max_runtime`
+    # has passed is expired, not timed out.
     ((again, _),) = await lease_jobs(store, org, window_us=HOUR_US)
     assert again.deadline == again.leased_at + MINUTE_US
     await end_leases(database, org)
@@ -73,7 +73,7 @@ async def test_an_attempt_lasts_no_longer_than_its_job_may_run_however_often_it_
 
 
 async def lease_ran_out(database: Database, org: OrgId) -> None:
-    """Moves the beginning of every lease so far back that the lease has just ended."""
+    """Moves the beginning and the deadline of every lease back by the same time, so that the lease has just ended."""
     await database.run(
         b"""
         UPDATE windrow.job j SET leased_at = j.leased_at - (j.visible_at - now()), visible_at = now()
@@ -85,7 +85,8 @@ async def lease_ran_out(database: Database, org: OrgId) -> None:
 
 
 async def test_when_setting_aside_fails_the_jobs_that_fit_are_handed_out(fresh_dsn: str, org: OrgId) -> None:
-    """The jobs are leased before that step, so nobody else could get them before their windows end."""
+    """The claim has already leased the jobs that fit. So no other consumer could get these jobs before their windows
+    end."""
     # The database has one connection, so that the short timeout affects only this connection.
     database = Database(SHARD, fresh_dsn, connections=1)
     await database.open()
@@ -234,7 +235,8 @@ async def test_the_newest_fifty_attempts_are_remembered(database: Database, org:
                 await store.settle(Settlement.release(org, [lease]))
             case _:
                 await end_leases(database, org)
-    # The last lease expired unnoticed. The claim that finds it records its end, and drops the oldest attempt.
+    # The last lease has expired, but its end is not recorded yet. The next claim records this end, and drops the oldest
+    # attempt.
     ((_, lease),) = await lease_jobs(store, org)
     assert await store.settle(Settlement.ack(org, [lease], [None])) == [Answer.OK]
     (record,) = await store.get(org, ids_of(jobs), include_payload=False)
@@ -350,7 +352,7 @@ async def test_jobs_that_wait_are_changed_and_all_others_stay_as_they_are(databa
     assert [(record.priority, record.state) for record in of_priority] == [(1, "scheduled"), (1, "ready"), (1, "ready")]
     assert of_priority[0].run_at == before[scheduled].run_at
     assert [attempt.outcome for attempt in of_priority[2].attempts()] == [Outcome.EXPIRED]
-    # To set the same priority again moves no job.
+    # A change to the priority that a job already has does not move the job.
     assert await altered(Alteration(priority=1)) == of_priority
     assert {record.state for record in await altered(Alteration(delay_us=HOUR_US))} == {"scheduled"}
     assert {record.state for record in await altered(Alteration(run_at_us=1))} == {"ready"}
@@ -389,7 +391,7 @@ async def test_a_job_that_is_altered_is_found_in_its_new_lane_behind_what_was_cl
     store = Store(database)
     old = some_jobs(org, 1, priority=5)
     await store.enqueue(old)
-    # The floor of the other lane is above the time at which the job became visible.
+    # Claim a newer job in the other lane, so that the floor of that lane is above the `visible_at` of the old job.
     await store.enqueue(some_jobs(org, 1, priority=1))
     assert len(await lease_jobs(store, org, max_jobs=1)) == 1
     assert await store.alter(org, ids_of(old), Alteration(priority=1)) == [Answer.OK]

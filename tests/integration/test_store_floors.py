@@ -1,4 +1,4 @@
-"""Floors are only hints (I7): jobs that were committed late are found late, but never lost."""
+"""Floors are only hints (I7). A claim may find a job late if the job was committed late, but no job is lost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ async def test_a_job_that_commits_below_the_floor_is_missed_by_a_claim_and_found
     queue_id = (await store.names.find([(org, QUEUE)]))[org, QUEUE]
     late = job_id()
     async with database.transaction() as connection:
-        # The now() of this transaction is this moment, and the transaction commits later than the guard allows.
+        # The `now()` of this transaction is the current time, but the transaction commits later than the guard time
+        # allows.
         await connection.execute(LATE, [late, queue_id])
         await pass_time(database, GUARD_US / 1_000_000 + 0.1)
         await store.enqueue(some_jobs(org, 3))
@@ -93,8 +94,8 @@ async def test_a_job_that_commits_within_the_guard_is_found_without_a_sweep(data
 async def test_a_job_that_another_claim_had_locked_and_let_go_is_found_after_a_sweep(
     database: Database, org: OrgId
 ) -> None:
-    """A claim skips rows that other transactions have locked. If those transactions roll back, the rows are below the
-    floor."""
+    """A claim skips rows that other transactions have locked. If those transactions roll back, the rows are then below
+    the floor."""
     store = Store(database)
     jobs = some_jobs(org, 5)
     await store.enqueue(jobs)

@@ -1,4 +1,4 @@
-"""Jobs that the insert itself leases to waiting consumers. The leases are like any other leases (I2), and each job is
+"""The insert itself leases jobs to waiting consumers. These leases are like any other leases (I2), and each job is
 reported exactly once."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ A, B = QueueName("a"), QueueName("b")
 
 @dataclass(kw_only=True)
 class Told:
-    """Records the calls of the `done` function of a hand-over: in the end there is exactly one call."""
+    """The `done` function of a hand-over. Records its calls: in the end there is exactly one call."""
 
     calls: list[Handed] = field(default_factory=list[Handed])
     heard: asyncio.Event = field(default_factory=asyncio.Event)
@@ -94,7 +94,7 @@ async def test_a_job_handed_over_is_leased_to_its_taker(recorder: Recorder, book
     assert found[JobId(jobs.ids[2])].state == "ready"
     (entry,) = [entry for entry in await books.check() if entry.org == org]
     assert (entry.accepted, entry.leased, entry.ready, entry.balanced) == (4, 3, 1, True)
-    # Nobody else gets the leased jobs while their leases last.
+    # While the leases last, no other claim gets the leased jobs.
     assert [job.id for job, _ in await lease_jobs(store, org)] == [jobs.ids[2]]
     assert await lease_jobs(Store(recorder), org) == []
 
@@ -226,7 +226,8 @@ async def test_jobs_of_a_group_are_handed_over_as_far_as_the_group_has_slots(
     jobs.ids.sort()
     jobs.groups = {0: "g", 1: "h", 2: "g", 4: "g", 5: "g"}
     handed, told = handover(to_all(jobs))
-    # The positions of these jobs in the statement come after the positions of another call's jobs.
+    # The jobs of another call come first in the statement, so the positions of these jobs in the statement are not
+    # those in their own call.
     beside = some_jobs(other_org, 3, group="g")
     handed_beside, told_beside = handover(to_all(beside, number=43))
     await at_once(store.enqueue(beside, handed_beside), store.enqueue(jobs, handed))
@@ -298,14 +299,14 @@ async def test_a_job_that_gets_the_slot_of_a_known_job_is_ready_and_its_hand_ove
 
 
 async def test_an_enqueue_that_stores_nothing_gives_no_slots(database: Database, org: OrgId) -> None:
-    """Such an enqueue must not take the locks of the groups."""
+    """An enqueue that stores nothing must not lock the groups."""
     store = Store(database)
     first, second = some_jobs(org, 1, group="g"), some_jobs(org, 1, group="g")
     await store.enqueue(first)
     await store.enqueue(second)
     (((_, lease),)) = await lease_jobs(store, org)
     async with database.transaction() as connection:
-        # The slot is free, and nobody has filled it yet.
+        # Make the group slot free, without a trigger that gives it to the next job.
         await connection.run(b"ALTER TABLE windrow.job DISABLE TRIGGER USER", {})
         await connection.run(b"DELETE FROM windrow.job WHERE id = %(id)s::uuid", {"id": lease.job_hex})
         await connection.run(b"ALTER TABLE windrow.job ENABLE TRIGGER USER", {})
@@ -399,7 +400,7 @@ async def test_a_job_known_already_is_not_handed_over(
 async def test_what_is_told_as_handed_over_is_what_is_leased_when_calls_share_jobs(
     database: Database, org: OrgId
 ) -> None:
-    """Only the call that stored a job is told that the job was leased by it."""
+    """If several calls have the same job, only the call that stored the job learns that it was leased."""
     store = Store(database)
     for _ in range(20):
         shared = [job_id(), job_id()]
@@ -562,7 +563,7 @@ async def test_a_handover_is_told_though_its_caller_has_left(
     assert len(told.calls) == 1
     await asyncio.gather(*others)
     # Either the call has been executed and reported, or it has not been executed. Only if its answer was lost, jobs may
-    # be leased without a report. In this case a release ends the leases.
+    # be leased without a report. Then a release ends these leases.
     assert positions in ([0, 1], [])
     if positions:
         assert await store.settle(Settlement.ack(org, leases_of(jobs))) == [Answer.OK] * 2
@@ -572,7 +573,7 @@ async def test_a_handover_is_told_though_its_caller_has_left(
 
 
 async def test_nothing_is_handed_over_twice_by_a_call_that_is_repeated(database: Database, org: OrgId) -> None:
-    """A producer that missed the answer repeats the call, and each time a consumer waits."""
+    """A producer that has not got the answer repeats the call. Consumers wait during both calls."""
     store = Store(database)
     jobs = some_jobs(org, 3)
     first, told_first = handover(to_all(jobs, number=1))

@@ -50,7 +50,7 @@ async def test_what_an_attempt_logged_is_kept_however_the_attempt_ends(
 ) -> None:
     store = Store(database)
     verb = VERBS[name]
-    # The same calls also name other jobs: no log is kept with the wrong job.
+    # The calls also name two other jobs, so that the test notices a log that is kept with the wrong job.
     await store.enqueue(jobs := some_jobs(org, 3, retry=Fixed(delay_us=0)))
     leases = {job.id: lease for job, lease in await lease_jobs(store, org, worker="w1")}
     quiet, logged, silent = ids_of(jobs)
@@ -93,7 +93,7 @@ async def test_calls_that_share_a_statement_keep_their_own_logs(database: Databa
         Settlement.ack(org, leases[:2])._replace(logs={1: "of 1"}),
         Settlement.ack(org, leases[2:3]),
         Settlement.ack(org, leases[3:4])._replace(logs={0: "of 3"}),
-        # A retry and a death.
+        # This nack lets one job die and the other job be retried.
         Settlement.nack(org, [kill(leases[4]), Nack(lease=leases[5])])._replace(logs={0: "of 4", 1: "of 5"}),
     ]
     await at_once(*map(store.settle, calls))

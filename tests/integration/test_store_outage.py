@@ -1,4 +1,5 @@
-"""A server stops answering: nothing hangs, nothing is lost, and calls do not have to wait when the server is back."""
+"""A database server stops answering. No call hangs, nothing is lost, and calls do not have to wait once the server is
+back."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def server() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(server: Cluster) -> Cluster:
-    """The server. It runs again, whatever the previous test did to it."""
+    """Returns the server, and starts it again if the previous test has stopped it."""
     server.start()
     return server
 
@@ -65,7 +66,7 @@ async def test_a_server_that_was_killed_and_is_back_is_not_noticed(
     held = [lease for _, lease in await lease_jobs(store, org, window_us=HOUR_US, max_jobs=5)]
     cluster.kill()
     cluster.start()
-    # Every pooled connection is broken, and all are needed at once.
+    # All connections in the pool are broken, and these calls need all of them at the same time.
     answers, known, claimed, again = await asyncio.gather(
         store.settle(Settlement.ack(org, held, [None] * 5)),
         store.enqueue(some_jobs(org, 1, queue="another")),
@@ -173,8 +174,8 @@ async def test_a_transaction_that_is_cancelled_in_a_silence_stays_cancelled(
 
 @contextlib.asynccontextmanager
 async def silent_servers(count: int) -> AsyncGenerator[tuple[list[int], list[float]], None]:
-    """Yields the ports of servers that accept connections and never answer, and a list of the times at which they
-    accepted."""
+    """Yields the ports of servers that accept connections and never answer, and a list of the times at which the
+    servers have accepted connections."""
     taken: list[float] = []
 
     class Silent(asyncio.Protocol):
@@ -203,7 +204,8 @@ async def test_the_last_of_four_silent_servers_is_found_soon_after_it_speaks_aga
             with pytest.raises(ShardUnavailable):
                 await database.run(b"SELECT 1", {})
             assert database._breaker.trouble is not None
-            # Wait until the servers have accepted many connections: then the first probes have been given up.
+            # Wait until the servers have accepted many connections. By then, the database has given up the first
+            # probes.
             began, before = time.monotonic(), len(taken)
             await until(lambda: len(taken) >= before + 3 * 6, "it is asked again and again")
             assert time.monotonic() - began > 2, "and not all the time"
@@ -219,7 +221,7 @@ async def test_the_last_of_four_silent_servers_is_found_soon_after_it_speaks_aga
 async def test_a_statement_that_takes_long_is_let_be_and_so_are_the_others(
     database: Database, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A busy machine may answer late; that is not silence.
+    # A busy machine may answer late. The store must not treat this as silence.
     monkeypatch.setattr("shard.postgres.breaker._SILENCE_S", 20.0)
     # All connections are busy for so long that the store probes the server on another connection.
     assert await asyncio.gather(*(database.run(b"SELECT pg_sleep(3)::text", {}) for _ in range(4))) == [[("",)]] * 4

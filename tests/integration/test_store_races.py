@@ -1,4 +1,5 @@
-"""Races on one job: one lease at a time (I2), one copy of each job (I3), no deadlock."""
+"""Calls race for the same jobs. A job has one lease at a time (I2), each job is stored once (I3), and there is no
+deadlock."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from tests.timemachine import until_blocked
 TRIALS = trials(400, thorough=10_000)
 LANES = 4
 luck = luck_of("races")
-# The test searches for the window with which half of the acks come too late. These are the bounds of the search.
+# A test searches for the length of a lease with which half of the acks come too late. These are the bounds of the
+# search.
 WINDOW_US_MIN, WINDOW_US_MAX = 50.0, 200_000.0
 # The databases wait this long for a lock, so that no call is refused because another call is slow.
 PATIENCE_S = 30.0
@@ -36,7 +38,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
 @pytest.fixture
 async def wide(module_dsn: str) -> AsyncGenerator[Database, None]:
-    """A database with enough connections for every racer."""
+    """Opens a database with enough connections for all calls that race."""
     opened = Database(SHARD, module_dsn, connections=3 * LANES, short_lock_wait_s=PATIENCE_S)
     await opened.open()
     yield opened
@@ -78,7 +80,7 @@ async def assert_one_lease_at_a_time(database: Database, org: OrgId, takings: Se
 
 
 async def in_lanes(lane: Callable[[str, int], Awaitable[None]]) -> None:
-    """Runs the trials in several lanes at once, each on a queue of its own."""
+    """Runs the trials in several lanes at the same time. Each lane has its own queue."""
     async with asyncio.TaskGroup() as group:
         for number in range(LANES):
             group.create_task(_as_coroutine(lane(f"lane-{number}", TRIALS // LANES)))
@@ -113,8 +115,8 @@ async def test_an_ack_that_races_with_its_deadline_wins_or_is_stale(wide: Databa
             answers = [*some, *others]
             assert set(answers) <= {Answer.OK, Answer.STALE}
             late = [lease for lease, answer in zip(leases, answers, strict=True) if answer is Answer.STALE]
-            # If the ack was too late, the lease has ended: a claim finds the job now, unless another claim has found it
-            # before.
+            # If an ack was too late, the lease has ended. So this claim finds the job, unless one of the earlier claims
+            # has found it.
             rest = await lease_jobs(one, org, queue=queue, worker="one")
             second = leases_of(hunted, hunted_too, rest)
             assert sorted(lease.job_hex for lease in second) == sorted(lease.job_hex for lease in late)
@@ -289,7 +291,7 @@ async def test_an_enqueue_whose_snapshot_is_older_than_the_end_of_its_job_looks_
 
 async def test_of_jobs_that_race_for_one_live_key_one_is_live_at_a_time(wide: Database, org: OrgId) -> None:
     names = [f"name-{n}" for n in range(TRIALS // 100)]
-    # The jobs whose end was reported to consumers, each with its round.
+    # The jobs whose end was reported to consumers, and for each job the round in which this happened.
     ended: dict[str, int] = {}
     stored: list[str] = []
     producers = LANES

@@ -1,4 +1,4 @@
-"""If the store refuses a call, it refuses all of it: nothing is stored (I6), and no outdated queue number is used
+"""If the store refuses a call, it stores no job of the call (I6). The store never uses an outdated queue number
 (I7)."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ A, B = QueueName("a"), QueueName("b")
 
 
 async def everything(database: Database) -> dict[str, int]:
-    """Counts the rows that an enqueue could have left behind."""
+    """Counts all rows that a refused enqueue could have written."""
     (row,) = await database.run(
         b"""
         SELECT (SELECT count(*) FROM windrow.job), (SELECT count(*) FROM windrow.dedup),
@@ -100,7 +100,8 @@ async def test_ids_made_outside_the_horizon_are_refused_with_their_positions(
         await store.enqueue(two_queues(org, ids))
     assert caught.value.positions == [1, 3]
     assert await everything(fresh_database) == {"jobs": 0, "dedup keys": 0, "accepted": 0}
-    # The refused call has not created its queues either: an org may have only a limited number of queues.
+    # The refused call has not created its queues either. This matters because an org may have only a limited number of
+    # queues.
     assert await fresh_database.run(b"SELECT FROM windrow.org UNION ALL SELECT FROM windrow.queue", {}) == []
 
 
@@ -110,7 +111,8 @@ async def test_ids_made_outside_the_horizon_are_refused_with_their_positions(
 async def test_an_id_at_the_very_edge_of_the_horizon_is_refused_with_its_position(
     fresh_dsn: str, org: OrgId, ahead_ms: int, fits: bool
 ) -> None:
-    """The database compares microseconds, and an id has milliseconds: both must put the limit at the same id."""
+    """The database compares microseconds, but an id has only milliseconds. Nevertheless, the limit must be at the same
+    id."""
     inside = job_id()
     made_ms = int(inside.replace("-", "")[:12], 16)
     edge = f"{made_ms + ahead_ms:012x}"
@@ -121,8 +123,8 @@ async def test_an_id_at_the_very_edge_of_the_horizon_is_refused_with_its_positio
             f"CREATE FUNCTION frozen.now() RETURNS timestamptz LANGUAGE sql STABLE RETURN "
             f"timestamptz 'epoch' + bigint '{made_ms}500' * interval '1 us'".encode()
         )
-    # A now() in the first schema of the path replaces the real now(): the clock stands still, half a millisecond after
-    # `inside`.
+    # The `now()` in the first schema of the search path replaces the real `now()`. So the clock stands still, half a
+    # millisecond after the time in `inside`.
     database = Database(SHARD, make_conninfo(fresh_dsn, options="-c search_path=frozen,pg_catalog"), connections=1)
     await database.open()
     try:
@@ -137,7 +139,7 @@ async def test_an_id_at_the_very_edge_of_the_horizon_is_refused_with_its_positio
 
 
 async def test_a_finished_job_of_an_hours_future_id_is_still_known(database: Database, org: OrgId) -> None:
-    """The client's clock is ahead, so that the id is from a time after the job has finished."""
+    """The client's clock is ahead. So the time in the id is later than the time at which the job finishes."""
     store = Store(database)
     jobs = some_jobs(org, ids=[job_id(ahead_ms=3_500_000)])
     await store.enqueue(jobs)
@@ -175,7 +177,7 @@ async def test_an_empty_batch_is_nothing(database: Database, org: OrgId) -> None
     assert await Store(database).enqueue(NewJobs(org=org)) == {}
 
 
-# A wrong memory of a queue's number
+# A queue number that the store remembers wrongly
 
 
 def swap(store: Store, org: OrgId) -> None:
@@ -229,7 +231,8 @@ async def test_a_batch_of_which_one_queue_is_remembered_wrongly_is_stored_once_a
     store.names._queue_ids[org, B] = foreign
     ids = [job_id() for _ in range(4)]
     jobs = two_queues(org, ids)
-    # The jobs are not reported as duplicates: they are new, although storing them took several tries.
+    # The store needs several tries to store the jobs. Nevertheless it does not report them as duplicates, because they
+    # are new.
     assert await store.enqueue(jobs) == {}
     assert await queues_of(store, org, ids) == dict(zip(ids, jobs.queues, strict=True))
     assert await store.get(other_org, ids, include_payload=False) == []
@@ -249,8 +252,8 @@ async def test_a_claim_never_obeys_a_wrong_memory_of_a_queue(database: Database,
 
 
 async def test_a_store_that_remembers_queues_wrongly_recovers_within_a_sweep(database: Database, org: OrgId) -> None:
-    """The store is in the state after a failover that lost the creation of a queue: no job waits longer than the sweep
-    interval (I7)."""
+    """The store remembers wrong queue numbers, as after a failover that lost the creation of a queue. No job waits
+    longer than the sweep interval (I7)."""
     store = Store(database)
     ids = [job_id(), job_id()]
     await store.enqueue(two_queues(org, ids))
@@ -359,8 +362,8 @@ async def test_calls_of_two_orgs_with_the_same_ids_and_keys_are_stored_in_one_st
 async def test_two_orgs_with_the_same_ids_each_see_only_their_own_jobs_and_keys(
     database: Database, org: OrgId, other_org: OrgId
 ) -> None:
-    """One statement stores the job of one org. It does not store the job of the other org, whose key belongs to an
-    earlier job."""
+    """One statement has the jobs of two orgs, with the same ids and key. It stores both jobs of the first org. It does
+    not store the first job of the second org, because an earlier job of that org has the key."""
     store = Store(database)
     holder = some_jobs(other_org, 1, dedup_keys=["k"])
     await store.enqueue(holder)
@@ -374,12 +377,12 @@ async def test_two_orgs_with_the_same_ids_each_see_only_their_own_jobs_and_keys(
 async def test_another_orgs_job_that_ends_meanwhile_holds_up_no_enqueue_of_its_id(
     fresh_database: Database, fresh_dsn: str, org: OrgId, other_org: OrgId
 ) -> None:
-    """The enqueue waits at its second job. When it looks again, the other org's job with the id of its first job has
-    finished."""
+    """The enqueue waits at its second job. Meanwhile the other org's job, which has the id of the first job,
+    finishes."""
     store = Store(fresh_database)
     await store.enqueue(some_jobs(org, 1))
     (queue_id,) = (await store.names.find([(org, QUEUE)])).values()
-    # Jobs are stored in the order of their ids, so the other org's job comes first.
+    # Jobs are stored in the order of their ids. So the id of the other org's job comes first.
     twin, own = job_id(ahead_ms=-1000), job_id()
     await store.enqueue(some_jobs(other_org, ids=[twin]))
     ((_, lease),) = await lease_jobs(store, other_org)
@@ -486,7 +489,8 @@ async def test_an_org_with_as_many_queues_as_it_may_have_gets_no_more_and_no_nam
         )
         == []
     )
-    # Existing queues work, and so does a deleted queue. Queues are counted only when a queue must be created.
+    # Jobs can still be enqueued in existing queues, and a deleted queue can be created again. The store counts the
+    # queues only when it must create a queue.
     runs = len(recorder.runs)
     await store.enqueue(two_queues(org, [job_id(), job_id()]))
     await Store(recorder).enqueue(some_jobs(org, 1, queue="full-1"))
@@ -524,7 +528,7 @@ async def test_a_deleted_queue_comes_back_with_its_next_job_even_if_that_dies(
     await books.delete_queue(org, A)
     with pytest.raises(UnknownQueue):
         await books.get_queue(org, A)
-    # This router remembers the queue's number, and so does not create the queue again.
+    # This router still remembers the queue's number, so it does not create the queue again.
     await store.enqueue(some_jobs(org, 1, queue=A))
     assert (await books.get_queue(org, A)).queue == A
     held = [lease for _, lease in await lease_jobs(store, org, queue=A)]
@@ -541,8 +545,8 @@ async def test_a_deleted_queue_comes_back_with_its_next_job_even_if_that_dies(
 async def test_an_org_that_is_erased_while_it_gets_a_queue_has_not_too_many(
     fresh_recorder: Recorder, org: OrgId, moment: bytes
 ) -> None:
-    """The job is stored for the org that is created after the erasure, whichever of the two orgs the queue was created
-    for."""
+    """The job is stored for the new org that has the name after the erasure, no matter whether the queue was created
+    for the erased org or for the new org."""
     store = Store(fresh_recorder)
     for number in range(20):
         await store.enqueue(some_jobs(org, queue=f"queue-{number}"))

@@ -1,5 +1,5 @@
-"""Whichever process comes first creates the schema of a shard, once. A database that belongs to something else is
-refused and not changed."""
+"""The first process that connects to a shard creates the schema, and no other process does. A database that belongs to
+something else is refused and not changed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_of_many_that_migrate_at_once_each_migration_is_run_by_one(empty_d
         run = sorted(migration.number for part in done for migration in part)
         assert run == [migration.number for migration in schema.migrations()]
         assert (await QueueAdmin(databases[0]).versions())[1] == run[-1]
-        # There is one partition each for yesterday, today and tomorrow.
+        # There are three partitions: for yesterday, today and tomorrow.
         rows = await databases[0].run(
             b"SELECT count(*) FROM pg_inherits WHERE inhparent = 'windrow.finished_30'::regclass", {}
         )
@@ -190,7 +190,7 @@ async def test_a_dsn_that_leads_to_another_shards_database_is_refused(fresh_dsn:
 
 @pytest.fixture
 def stranger_dsn(postgres: Server, empty_dsn: str) -> str:
-    """A role that may connect to the database and owns nothing in it."""
+    """Creates a role that may connect to the database and owns nothing in it. Returns a DSN with this role."""
     with psycopg.connect(postgres.superuser_dsn, autocommit=True) as connection:
         connection.execute("DROP ROLE IF EXISTS stranger")
         connection.execute("CREATE ROLE stranger LOGIN PASSWORD 'stranger'")
@@ -288,7 +288,7 @@ async def is_empty(dsn: str) -> bool:
 
 
 async def admit(dsn: str, at: Database) -> identity.Identity | None:
-    """Admits the database as shard s2 of the cluster whose catalog is there."""
+    """Admits the database as shard s2 of the cluster whose catalog is in the database `at`."""
     async with opened(dsn, name=S2) as database:
         return await identity.admit(database, at, cluster=CLUSTER)
 

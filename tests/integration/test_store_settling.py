@@ -88,7 +88,7 @@ async def test_a_lease_that_two_orgs_name_is_its_owners_alone(
         assert answers == [expected for _, _, expected in calls]
         assert await states(store, org, mine) == [VERBS[verb].state] * 3
         assert await states(store, other_org, others) == [VERBS[verb].state if with_own else "leased"] * 3
-        # The calls are repeated one after another, which reveals nothing.
+        # Repeat the calls one after another: the answers are the same.
         for one, named, expected in calls:
             assert await act(store, one, named) == expected
         for one in (org, other_org, bystander):

@@ -1,4 +1,5 @@
-"""Consume: what a stream sends and in which order, how the stream ends, and which jobs are given back when it ends."""
+"""Tests the method Consume: what a stream sends and in which order, how the stream ends, and which jobs the router
+releases when the stream ends."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def dsns(postgres: Server) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def routers(dsns: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Generator[Routers, None, None]:
-    """Two shards on one server, behind one process."""
+    """Starts one router process with two shards, which are on one server."""
     with running_routers(write_cluster(tmp_path_factory.mktemp("streams") / "cluster.toml", dsns)) as running:
         yield running
 
@@ -99,7 +100,7 @@ async def prompt(unswept: Routers) -> AsyncGenerator[Client, None]:
 
 @pytest.fixture
 async def org(near: Client) -> str:
-    """A new org on s1, whose queue `mail` exists."""
+    """Returns a new org on s1. The org has a queue `mail`."""
     return await near.org_on("s1")
 
 
@@ -227,7 +228,7 @@ async def test_credit_is_counted_up_to_ten_thousand_outstanding(near: Client, or
     async with near.stream(org, credit=10_000) as stream:
         await near.enqueue(org, new_job())
         await stream.until_jobs(1)
-        # One credit is used up and may be given again.
+        # The job has used up one credit, so the client may send one more credit.
         await stream.send(credit=1)
         await stream.settle(1, acks=acks(stream.jobs))
         await stream.send(credit=1)
@@ -251,13 +252,13 @@ async def test_jobs_that_wait_to_be_sent_go_back_uncounted_when_a_stream_is_refu
         error = await stream.refusal()
         assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert len(stream.jobs) < 100
-        # The jobs of the message that was being written were released too, whether the message arrived or not. If it
-        # arrived, its leases are stale.
+        # The router has also released the jobs of the message that it was writing, no matter whether the message
+        # arrived. If the message arrived, its leases are stale.
         await assert_back(near, org, ids, stream, unsure=25)
 
 
 async def leased(near: Client, org: str, ids: Sequence[str]) -> bool:
-    """Returns whether more of these jobs are leased than fit into a client's windows."""
+    """Returns whether so many of these jobs are leased that they do not fit into a client's flow-control windows."""
     return (await states(near, org, *ids))["LEASED"] >= 60
 
 
@@ -291,7 +292,7 @@ async def test_never_more_jobs_come_than_there_is_credit_for(near: Client, org: 
             seen += credit
             await stream.send(credit=credit)
             await stream.until_jobs(seen)
-            # A backlog waits meanwhile, and new jobs are enqueued.
+            # The stream has no credit left. Meanwhile older jobs wait, and new jobs are enqueued.
             ids += await near.enqueue(org, *(new_job() for _ in range(3)))
             # The answer to this request comes after everything that the router was sending before.
             await stream.settle(seen, releases=[TOKEN])
@@ -326,7 +327,7 @@ async def test_a_backlog_comes_by_priority_and_then_by_time(near: Client, org: s
 
 
 async def test_a_large_backlog_comes_in_messages_that_any_client_takes(near: Client, org: str) -> None:
-    # This client accepts at most 4 MiB: one more byte would end the stream.
+    # This client accepts messages of at most 4 MiB. One more byte in a message would end the stream.
     payloads = [size * 1024 for size in (1024, 900, 1024, 1, 600, 1024, 1023, 0, 700, 1024)]
     ids = [(await near.enqueue(org, new_job(payload=b"\xff" * size)))[0] for size in payloads]
     async with near.stream(org, credit=100) as stream:
@@ -408,7 +409,8 @@ async def test_a_paused_queue_gives_nothing_until_it_is_resumed(near: Client, or
     async with near.stream(org, "mail", "other", credit=10) as stream:
         await near.dequeue(org)
         await near.admin.PauseQueue(admin_pb2.PauseQueueRequest(org=org, queue=QUEUE))
-        # The paused queue gives no jobs, neither by hand-over nor by claim; another queue is served.
+        # The stream gets no jobs of the paused queue, neither by a hand-over nor by a claim. It still gets the jobs of
+        # the other queue.
         paused = await near.enqueue(org, new_job(), new_job(attributes={"a": "b"}))
         ids = await near.enqueue(org, new_job(queue="other"))
         assert [job.id for job in await stream.until_jobs(1)] == ids
@@ -514,7 +516,7 @@ async def test_one_message_is_answered_by_the_leases_that_are_not_ok(near: Clien
             extends=extends(held[3], elsewhere, stale_extend),
             releases=[unknown[1], held[4]],
         ) == [OK, NOT_FOUND, OK, OK, STALE, OK, OK, NOT_FOUND, STALE, NOT_FOUND, OK]
-        # The same requests again get the same answers.
+        # If the requests are repeated, the answers are the same.
         assert (
             await stream.settle(
                 2**63 - 1,
@@ -841,7 +843,7 @@ def a_stream(
     context: Blocked,
     fleet: _NoShards | None = None,
 ) -> RoutersStream:
-    """A stream of a router without shards."""
+    """Returns a stream of a router that has no shards."""
     gate = a_gate()
     call = Call(gate.buffer, peer="ipv4:127.0.0.1:1")
     told = Received(first, 0)
@@ -977,7 +979,7 @@ async def test_jobs_that_wait_half_their_window_for_a_consumer_that_does_not_rea
         consumer.credit = 0
         began_s = asyncio.get_running_loop().time()
         stream.receive(some_given(store, *late))
-        # The job of the message that is being written is not released: it may have arrived.
+        # The job of the message that is being written is not released, because the message may have arrived.
         gone = await asyncio.wait_for(store.released.get(), PATIENCE_S)
         assert gone == [lease_of(name, 7) for name in late]
         assert asyncio.get_running_loop().time() - began_s >= 1 * 0.99
@@ -990,7 +992,8 @@ async def test_jobs_that_wait_half_their_window_for_a_consumer_that_does_not_rea
     finally:
         serving.cancel()
         await asyncio.wait({serving})
-    # The stream ended while this message was being written: it may have arrived.
+    # The stream ended while this message was being written. The job is not released, because the message may have
+    # arrived.
     assert store.released.empty()
 
 
@@ -1002,7 +1005,7 @@ async def test_what_a_slow_consumer_does_not_read_is_anothers_before_its_window_
         for _ in range(7):
             await near.enqueue(org, *(new_job(payload=b"x" * 16_000) for _ in range(100)))
         async with near.stream(org, credit=10_000, worker="reader") as reader:
-            # The other jobs are on their way to the first stream, or were on their way while this stream waited.
+            # The first stream's buffers hold the other jobs, or held them while this stream waited.
             await reader.until_jobs(200)
             assert {job.attempt for job in reader.jobs[:200]} == {1}
         assert slow.jobs == []
@@ -1036,7 +1039,7 @@ class Counted(Blocked):
         return ()
 
     async def read(self) -> bytes:
-        """Gives the consumer's messages one after another, and then waits for ever."""
+        """Returns the consumer's messages one after another, and then waits for ever."""
         if not self.says:
             await asyncio.Event().wait()
         return self.says.pop(0).SerializeToString()
@@ -1051,7 +1054,7 @@ class Counted(Blocked):
 
 
 def guarded_consume() -> Callable[[object, Context], Coroutine[Any, Any, None]]:
-    """Returns the Consume of a router without shards, behind its admission."""
+    """Returns the method Consume of a router without shards. The method includes the admission of calls."""
     gate = a_gate()
     methods = Methods(gate)
     methods.add(QueueService(cast("Fleet", _NoShards()), gate), queue_pb2.DESCRIPTOR.services_by_name["Queue"])
@@ -1156,7 +1159,7 @@ async def test_streams_of_all_sorts_end_with_their_router(
     near: Client, org: str, dsns: dict[str, str], tmp_path: Path
 ) -> None:
     ids = await near.enqueue(org, *(new_job(payload=b"x" * 100_000) for _ in range(100)))
-    # With this drain time, a stream that delayed the drain would delay it for longer than this test waits.
+    # With this drain time, the drain would last longer than this test waits if a stream delayed the drain.
     with running_routers(write_cluster(tmp_path / "cluster.toml", dsns, drain_seconds=3600)) as ends:
         async with (
             client(ends.address) as other,
@@ -1195,7 +1198,7 @@ async def test_a_router_that_ends_gives_back_what_a_consumer_never_read(
                 ends.supervisor.terminate()
             stream.read()
             await stream.end()
-            # A message of 2 MiB was being sent: as far as the router knows, the client may have read it.
+            # A message of 2 MiB was being sent. The router does not know whether the client has read this message.
             await assert_back(near, org, ids, stream, being_sent=21)
 
 
@@ -1249,7 +1252,7 @@ async def test_streams_of_a_shard_that_is_away_end_and_those_of_others_go_on(ser
                     settled = await poor.answer(number)
                     return not settled.HasField("error") and not settled.not_ok
 
-                # The stream that stayed open asks again.
+                # The stream that stayed open asks for jobs again.
                 await until(acked, "the shard is used again")
                 await poor.send(credit=1)
                 assert [job.id for job in await poor.until_jobs(1)] == [one for one in ids if one != held.id]
@@ -1265,7 +1268,8 @@ async def test_a_shard_that_fails_in_an_unforeseen_way_while_consumers_wait_hurt
         async with client(running.address) as both:
             here, away = await both.org_on("s1"), await both.org_on("s2")
             async with both.stream(here, credit=10) as near, both.stream(away, credit=100) as far:
-                # Otherwise a claim of the stream may meet the missing table, and end the stream.
+                # Wait until the stream waits. Otherwise a claim of the stream may find the table missing, and end the
+                # stream.
                 await until(lambda: parked(both, away, [far]), "it waits")
                 waited_with, before = len(far.jobs), running.pids
                 sql(dsns, "s2", "ALTER TABLE windrow.job RENAME TO lost")

@@ -1,6 +1,6 @@
-"""deploy/systemd: the units start programs that work and end in time, and allow the programs little else.
+"""Tests the units in deploy/systemd: they start programs that work and end in time, and allow the programs little else.
 
-No systemd runs here: tests/deployed.py does what ExecStart, Environment and the signals say.
+No systemd runs in these tests. Instead, tests/deployed.py does what ExecStart, Environment and the signals say.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def unit(role: str) -> Path:
 
 
 def page() -> str:
-    """Returns what deploy/README.md tells about systemd."""
+    """Returns the section of deploy/README.md about systemd."""
     return (DEPLOY / "README.md").read_text().partition(HEADING)[2].partition("\n## ")[0]
 
 
@@ -78,7 +78,7 @@ def test_systemd_finds_no_fault_in_a_unit_and_calls_it_closed(role: str, tmp_pat
     if analyze is None:
         pytest.skip("systemd-analyze is not installed: apt-get install --no-install-recommends systemd")
     copy = tmp_path / unit(role).name
-    # Where the tests run, `windrow` is elsewhere.
+    # On the machine of the tests, `windrow` is in another directory.
     copy.write_text(unit(role).read_text().replace("/opt/windrow/bin", str(BIN)))
     for command in (("verify", "--man=no"), ("security", "--offline=true", "--threshold=20")):
         done = subprocess.run((analyze, *command, copy), capture_output=True, text=True, check=False)
@@ -105,7 +105,7 @@ def test_the_commands_of_the_page_make_the_user_and_the_files(tmp_path: Path) ->
     commands = re.findall(r"^(?:install|systemd-sysusers).*", page(), re.MULTILINE)
     assert len(commands) == 4
     for command in commands:
-        # Run the command under a root of the test, and without the group, which exists only under that root.
+        # Run the command under the test's own root directory. Do not name the group, which exists only under that root.
         local = re.sub(r"(?<= )/etc", f"{tmp_path}/etc", command).replace("-g windrow", "")
         local = re.sub(r"^systemd-sysusers$", f"systemd-sysusers --root={tmp_path}", local)
         subprocess.run(local, shell=True, cwd=DEPLOY.parent, check=True, timeout=PATIENCE_S)

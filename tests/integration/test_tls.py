@@ -1,5 +1,5 @@
-"""A router that speaks TLS: which clients it accepts, what it tells other clients, and certificates that change while
-calls run."""
+"""Tests a router that speaks TLS: which clients it accepts, what it tells the clients that it refuses, and what happens
+when certificates change while calls run."""
 
 from __future__ import annotations
 
@@ -237,8 +237,9 @@ async def test_a_client_takes_up_its_new_certificate_when_the_old_one_is_refused
 
 @contextlib.asynccontextmanager
 async def calling(routers: Routers, ca: Path) -> AsyncGenerator[list[int], None]:
-    """Makes calls all the time, over one connection and over new connections. Yields the number of calls of each of
-    these two kinds. Fails if a call fails, because these calls are not tried again."""
+    """Makes calls during the `with` block, over one lasting connection and over new connections. Yields two numbers:
+    the calls over the lasting connection, and the calls over new connections. The calls are not tried again, so the
+    test fails if one of them fails."""
     made = [0, 0]
     credentials = grpc.ssl_channel_credentials(await asyncio.to_thread(ca.read_bytes))
     options = [("grpc.use_local_subchannel_pool", 1)]
@@ -275,7 +276,7 @@ def said(routers: Routers, words: str, times: int) -> None:
 
 
 async def more(made: list[int]) -> None:
-    """Waits for more calls, over the one connection and over new connections."""
+    """Waits for more calls, both over the lasting connection and over new connections."""
     before = list(made)
     await asyncio.to_thread(
         until, lambda: all(now > then + 2 for now, then in zip(made, before, strict=True)), "there are more calls"

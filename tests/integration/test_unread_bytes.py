@@ -39,7 +39,7 @@ class _Silent:
 
 
 class Reader:
-    """A receiver that keeps what it gets until `read`, like a stream whose client does not read."""
+    """A receiver that keeps its jobs until `read` is called, like a stream whose client does not read."""
 
     def __init__(self, account: Account, *, reads: bool) -> None:
         self.account = account
@@ -146,7 +146,8 @@ async def test_consumers_that_never_read_fill_their_share_and_cause_no_releases(
         await settled(unread)
         held = sum(reader.unread for reader in unread)
         assert held == field.buffer.held, "exactly what they have not read"
-        # An org that is alone may use half of the memory: it may use as much as it leaves free (shard/fair_quota.py).
+        # An org may use as much memory as it leaves free (shard/fair_quota.py). So an org that is alone may use half of
+        # the memory.
         assert abs(held - BUFFER_BYTES // 2) <= bytes_most(100)
         assert busy.jobs == 50
         assert recorder.count(statements.GIVE_BACK) == 0
@@ -163,8 +164,8 @@ async def test_consumers_that_never_read_fill_their_share_and_cause_no_releases(
 
 
 async def test_room_that_comes_free_goes_to_the_next_that_waits(recorder: Recorder, org: OrgId) -> None:
-    """No wake-up is lost: when consumers read, memory becomes free, and all jobs come without a sweep. The jobs are so
-    large that the claims lock more rows than they lease. The claims run at the same time."""
+    """When consumers read, memory becomes free, and all jobs come without a sweep, so no wake-up is lost. The jobs are
+    so large that a claim locks more rows than it leases. The claims run at the same time."""
     field = Room(recorder)
     for _ in range(6):
         jobs = some_jobs(org, 15)

@@ -1,4 +1,4 @@
-"""`windrow upgrade plan` says what Postgres itself reports when the migrations run."""
+"""Tests that `windrow upgrade plan` names the same locks and scans as Postgres reports when the migrations run."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _SCANS = b"SELECT relid FROM pg_stat_xact_user_tables WHERE seq_scan > 0"
 
 
 def reported(dsn: str, migration: Migration) -> tuple[dict[str, str], list[str]]:
-    """Runs a migration in a session of its own. Returns what the migration locks and reads. A session must not be used
-    again, because Postgres counts scans for some time after their transaction."""
+    """Runs a migration in a new session. Returns what the migration locks and reads. A session must not be used again,
+    because Postgres may count scans only some time after their transaction."""
     with psycopg.connect(dsn) as connection:
         before = {oid: (str(root), node) for oid, root, _, node in connection.execute(_TABLES).fetchall()}
         connection.execute(migration.statements, prepare=False)
@@ -66,8 +66,8 @@ def test_each_migration_says_what_postgres_reports_of_it(empty_dsn: str) -> None
         found = reported(empty_dsn, migration)
         if (migration.locks, migration.reads) != found:
             wrong.append(f"write this into migration {migration.number:04}:\n{lines_of(*found)}")
-        # Give each partitioned table a partition: without one, the next migration would have nothing to read in the
-        # table.
+        # Give each partitioned table a partition. Without a partition, the next migration would have nothing to read in
+        # the table.
         with psycopg.connect(empty_dsn, autocommit=True) as connection:
             while made := connection.execute(_CHILDLESS).fetchall():
                 for (statement,) in made:

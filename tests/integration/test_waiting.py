@@ -1,4 +1,5 @@
-"""Calls that wait for jobs: which calls are woken, by what, how soon, and what waiting costs while nothing happens."""
+"""Tests calls that wait for jobs: which calls are woken, by what, how soon, and how many statements the routers send
+while nothing happens."""
 
 from __future__ import annotations
 
@@ -50,9 +51,9 @@ from tests.waiting import WaitingConsumer
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
 SHARDS = ("s1", "s2")
-# No router sweeps during a test, so a job that arrives was announced.
+# No router sweeps during a test. So a job that a waiting call gets was announced.
 NEVER_S = 3600.0
-# These routers sweep: their tests are about jobs that nothing announces.
+# Some routers sweep, for tests of jobs that nothing announces.
 OFTEN_S = 0.2
 
 
@@ -65,7 +66,8 @@ def dsns(postgres: Server) -> dict[str, str]:
 def both_routers(
     dsns: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Generator[tuple[Routers, Routers], None, None]:
-    """Two routers of one cluster, each on a port of its own, so that the test chooses one. Neither sweeps."""
+    """Starts two routers of one cluster that never sweep. Each router has its own port, so that a test can choose a
+    router."""
     folder = tmp_path_factory.mktemp("waiting")
     with (
         running_routers(write_cluster(folder / "one.toml", dsns, sweep_seconds=NEVER_S)) as one,
@@ -78,7 +80,7 @@ def both_routers(
 def sweeping(
     dsns: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Generator[tuple[Routers, Routers], None, None]:
-    """Two more routers, which sweep often."""
+    """Starts two more routers of the cluster, which sweep often."""
     folder = tmp_path_factory.mktemp("sweeping")
     with (
         running_routers(write_cluster(folder / "one.toml", dsns, sweep_seconds=OFTEN_S)) as one,
@@ -104,14 +106,14 @@ async def near(request: pytest.FixtureRequest) -> AsyncGenerator[Client, None]:
 
 @pytest.fixture
 async def far(request: pytest.FixtureRequest) -> AsyncGenerator[Client, None]:
-    """The other router."""
+    """Yields a client of the second router."""
     async with client(routers_of(request)[1].address) as opened:
         yield opened
 
 
 @pytest.fixture(params=["the same router", "another router"])
 def producer(request: pytest.FixtureRequest, near: Client, far: Client) -> Client:
-    """The router through which jobs are enqueued, while a consumer waits at `near`."""
+    """Returns the client through which a test enqueues jobs, while a consumer waits at `near`."""
     return near if request.param == "the same router" else far
 
 
@@ -124,9 +126,10 @@ async def org(near: Client) -> str:
 async def waiter(
     near: Client, org: str, *queues: str, max_jobs: int = 10, wait_s: float = 60
 ) -> AsyncGenerator[asyncio.Task[list[job_pb2.LeasedJob]], None]:
-    """A Dequeue that waits. When the block begins, it has most likely looked for jobs and found none."""
+    """Makes a Dequeue call that waits. When the `with` block begins, the call has most likely looked for jobs and found
+    none."""
     task = asyncio.create_task(near.dequeue(org, *queues, max_jobs=max_jobs, wait_s=wait_s))
-    # A router runs statements in turn, so two of the test's calls come after the waiter's first claim.
+    # A router runs statements in turn. So after two more calls, the first claim of the waiting call has run.
     await asyncio.sleep(0)
     for _ in range(2):
         await near.dequeue(org, "nothing")
@@ -182,7 +185,7 @@ async def test_a_wait_for_a_jobs_end_returns_its_result(near: Client, producer: 
         async with asyncio.timeout(PATIENCE_S):
             ended = await task
         assert (ended.id, ended.state, ended.result) == (job.id, job_pb2.JOB_STATE_SUCCEEDED, b"42")
-    # The result of a job that has ended already is returned too.
+    # A call for a job that has already ended returns the result too.
     async with awaiting(near, org, job.id) as task, asyncio.timeout(PATIENCE_S):
         assert (await task).result == b"42"
 
@@ -196,7 +199,7 @@ async def test_a_wait_for_a_jobs_end_sees_every_way_to_end(near: Client, produce
         (leased,) = await producer.dequeue(org, QUEUE, max_jobs=1)
         nack = queue_pb2.Nack(lease=leased.lease, failure=job_pb2.Failure(permanent=True))
         await producer.queue.Nack(queue_pb2.NackRequest(org=org, nacks=[nack]))
-        # Nothing announces this end: the router finds it when it looks again.
+        # Nothing announces the end of this job. The router finds the end when it looks at the job again.
         await producer.admin.PurgeQueue(admin_pb2.PurgeQueueRequest(org=org, queue=QUEUE))
         async with asyncio.timeout(PATIENCE_S):
             reasons = {(await task).id: (await task).reason for task in tasks}
@@ -235,7 +238,7 @@ async def test_a_settle_at_another_router_ends_a_wait_that_does_not_look_again(m
                 on_awaited=awaited,
                 on_ended=lambda jobs: ends.ended(jobs),
             )
-            # Do not start `ends.run`, which would look at the job by itself.
+            # Do not start `ends.run`. Otherwise it would look at the job without a notification.
             ends = EndWaits(store, bell)
             ringing = asyncio.create_task(bell.run())
             stack.push_async_callback(asyncio.wait, [ringing])
@@ -246,7 +249,7 @@ async def test_a_settle_at_another_router_ends_a_wait_that_does_not_look_again(m
         await store.enqueue(some_jobs(org, 1))
         ((job, lease),) = await lease_jobs(store, org)
         async with asyncio.timeout(PATIENCE_S):
-            # Repeat this until the other router listens: a listener does not get earlier notifications.
+            # Repeat this until the other router listens, because a listener does not get earlier notifications.
             while True:
                 waiting = asyncio.create_task(near.until_ended(org, job.id))
                 with contextlib.suppress(TimeoutError):
@@ -269,7 +272,7 @@ async def test_many_waits_for_one_jobs_end_look_at_it_together(fresh_dsn: str) -
     looking = asyncio.create_task(ends.run())
     try:
         async with asyncio.timeout(PATIENCE_S):
-            # Ack with another store, as another router would: this router gets no notice.
+            # Ack with another store, as another router does. So this router gets no notice of the ack.
             await Store(database).settle(Settlement.ack(org, [leased[0][1]]))
             await asyncio.gather(*waits[::2])
         assert not any(wait.done() for wait in waits[1::2])
@@ -295,7 +298,7 @@ async def test_many_calls_wait_for_one_job_and_all_get_its_end(near: Client, pro
     request = queue_pb2.WaitJobRequest(org=org, id=job.id, wait=window(60), include_payload=True)
     calls = [asyncio.create_task(_ended(near, request)) for _ in range(200)]
     async with awaiting(near, org, job.id) as task, asyncio.timeout(PATIENCE_S):
-        # Callers that leave do not take the answer from the other callers.
+        # Callers that leave must not prevent the answers to the other callers.
         for call in calls[:100]:
             call.cancel()
         await producer.queue.Ack(queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=leased.lease, result=b"42")]))
@@ -337,7 +340,7 @@ async def test_a_wait_for_a_jobs_end_ends_while_its_shard_is_away(postgres: Serv
 
 async def test_a_wait_ends_at_once_where_there_is_a_job(near: Client, org: str) -> None:
     ids = await near.enqueue(org, *(new_job() for _ in range(5)))
-    # This test waits for less time than the call may: the answer must come before the end of the wait.
+    # This test waits for less time than the call may wait. So the answer must come before the end of the call's wait.
     async with asyncio.timeout(PATIENCE_S):
         got = {job.id for job in await near.dequeue(org, max_jobs=3, wait_s=60)}
     assert (len(got), got < set(ids)) == (3, True)
@@ -348,7 +351,7 @@ async def test_a_wait_in_vain_ends_empty_when_its_time_is_over(near: Client, org
     answer = await near.queue.Dequeue(
         queue_pb2.DequeueRequest(org=org, queues=[QUEUE], wait=window(0.3)), timeout=PATIENCE_S
     )
-    # The answer does not come earlier. This holds on a busy machine too.
+    # The answer never comes earlier, not even on a busy machine.
     assert time.monotonic() - began_s >= 0.3
     assert (list(answer.jobs), answer.HasField("lease_deadline"), answer.visibility_window.seconds) == ([], False, 30)
 
@@ -420,7 +423,7 @@ async def test_a_delayed_job_comes_when_it_is_due(near: Client, producer: Client
             await producer.enqueue(org, new_job(delay=window(delay_s)))
             # A job that is due later does not hide this job.
             await producer.enqueue(org, new_job(delay=window(3600)))
-            # This job has a timer of its own. Neither a sweep nor another job's timer finds it.
+            # This job has its own timer. Neither a sweep nor another job's timer finds the job.
             (job,) = await jobs_of(waiting)
         assert job.run_at.ToNanoseconds() - job.enqueued_at.ToNanoseconds() == delay_s * 1e9
 
@@ -434,7 +437,7 @@ async def test_a_job_nacked_with_a_delay_comes_when_it_is_due_again(near: Client
         await producer.queue.Nack(queue_pb2.NackRequest(org=org, nacks=[nack]), timeout=PATIENCE_S)
         (job,) = await jobs_of(waiting)
     assert (job.id, job.attempt) == (held.id, 2)
-    # The job does not come before it is due. No sweep has found it.
+    # The job does not come before it is due, and no sweep has found it.
     assert time.monotonic() - began_s >= 0.3
 
 
@@ -448,8 +451,8 @@ async def test_a_released_job_comes_at_once(near: Client, producer: Client, org:
 
 
 async def test_the_next_job_of_a_group_comes_at_once(near: Client, producer: Client, org: str) -> None:
-    """No router sweeps: the end of a group's job announces the next job of the group. `producer` is the same router or
-    another router."""
+    """No router sweeps. So only the end of a group's job can announce the next job of the group. `producer` is the
+    consumer's router or another router."""
     ids = await near.enqueue(org, *(new_job(group="g") for _ in range(3)))
     assert len(ids) == 3
     (held,) = await near.dequeue(org)
@@ -497,7 +500,7 @@ async def test_a_new_job_beside_one_that_has_finished_comes_at_once(near: Client
 
 
 # ── What an operator does ────────────────────────────────────────────────────────────────────────────────────────────
-# Each test has an org of its own, so that the other router does not know its queue.
+# Each test has its own org, so that the other router does not know the org's queue.
 
 
 async def a_dead_job(near: Client, org: str) -> str:
@@ -597,8 +600,8 @@ async def test_of_waits_that_are_cancelled_no_job_is_lost(near: Client, org: str
         found.update(job.id for job in await near.dequeue(org, max_jobs=1000))
         return found >= rest
 
-    # The router cannot take back an answer that it sent before the cancel arrived. The job of this answer comes back
-    # when its window ends.
+    # The router cannot take back an answer that it has sent before the cancellation arrives. The job in such an answer
+    # becomes ready when its window ends.
     await until(take, "what nobody got is to be had", within_s=PATIENCE_S)
     assert found <= set(ids)
 
@@ -661,12 +664,12 @@ async def test_with_the_doorbell_cut_again_and_again_every_job_comes_within_a_sw
     try:
         async with near.stream(org, credit=1000) as stream:
             for turn in range(4):
-                # The listener connects again and is cut again.
+                # The listener connects again, and its new connection is cut too.
                 await until(lambda: killed >= 2 * turn + 2, "the doorbells were cut")  # noqa: B023
                 ids = await far.enqueue(org, new_job(), new_job(attributes={"a": "b"}))
                 got = await stream.until_jobs(2 * turn + 2)
                 assert {job.id for job in got[-2:]} == set(ids)
-            # On the same router no doorbell is needed.
+            # A consumer of the same router needs no doorbell.
             await near.enqueue(org)
             await stream.until_jobs(9)
     finally:
@@ -796,16 +799,16 @@ def commits(dsns: dict[str, str], shard: str) -> int:
 
 
 async def statements_a_second(dsns: dict[str, str], *, seconds: float = 4.0) -> float:
-    """Returns the statements per second on s1, of all routers together. An active server process reports its statistics
-    up to a second late."""
+    """Returns how many statements per second all routers together run on s1. An active server process reports its
+    statistics up to a second late."""
     before, began_s = commits(dsns, "s1"), time.monotonic()
     await asyncio.sleep(seconds)
     return (commits(dsns, "s1") - before) / (time.monotonic() - began_s)
 
 
 async def until_statements_a_second(dsns: dict[str, str], *, below: float, seconds: float = 2.0) -> None:
-    """Waits for this rate. An idle server process reports its statistics up to ten seconds late, so the first values
-    may be old."""
+    """Waits until the routers run fewer than `below` statements per second. An idle server process reports its
+    statistics up to ten seconds late, so the first values may be old."""
     rates: list[float] = []
     for _ in range(8):
         rates.append(await statements_a_second(dsns, seconds=seconds))
@@ -864,7 +867,7 @@ async def test_rings_for_queues_that_nobody_waits_for_cost_those_who_wait_next_t
     near: Client, far: Client, dsns: dict[str, str], org: str
 ) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        # Many orgs, whose queues do not exist yet.
+        # The streams are of many orgs, whose queues do not exist yet.
         for number in range(50):
             await stack.enter_async_context(near.stream(f"{org}-{number}", credit=1))
         enqueues = 0
@@ -946,7 +949,7 @@ async def test_single_jobs_that_race_with_consumers_who_come_and_go_are_all_deli
         consuming = [asyncio.create_task(consume(which, act)) for which in (near, far) for _ in range(4)]
         try:
             await asyncio.gather(produce(near), produce(far))
-            # No sweep comes: a job whose wake-up was lost stays where it is.
+            # No router sweeps. So a job whose wake-up was lost would never come.
             with contextlib.suppress(AssertionError):
                 await until(lambda: len(delivered) >= count, "every job is delivered", within_s=20)
         finally:
@@ -961,7 +964,7 @@ async def test_single_jobs_that_race_with_consumers_who_come_and_go_are_all_deli
 
 
 class _Nothing:
-    """A store and a doorbell that are never used."""
+    """A store and a doorbell that the code under test gets but never uses."""
 
     names: Any = None
     consumers_seen: Any = SimpleNamespace(note=lambda *_: None)
@@ -1078,8 +1081,8 @@ async def test_jobs_are_offered_to_those_with_credit_by_turns(room: WaitRoom) ->
 
 
 async def test_of_no_jobs_none_is_offered(room: WaitRoom) -> None:
-    """An enqueue may have no job to store: a former owner knows all of its jobs, or it repeats an earlier enqueue while
-    a limit is reached."""
+    """An enqueue may have no job to store. For example, a former owner knows all of its jobs, or it repeats an earlier
+    enqueue while a limit is reached."""
     one = WaitingConsumer(OrgId("o"), "mail", credit=1)
     room.enter(one)
     assert await offer(room, NewJobs(org=OrgId("o"))) is None
@@ -1145,8 +1148,8 @@ async def test_who_waits_follows_an_org_whose_slot_moves(
             moved = "INSERT INTO windrow.owned_slot VALUES ({0}, '{1}', {2}) ON CONFLICT (slot) DO UPDATE "
             sql(dsns, shard, (moved + "SET state = '{1}', epoch = {2} RETURNING slot").format(slot, state, epoch))
         placed = f"writes = '{{s2}}', reads = '{{s2}}', epoch = {epoch}, changed = {epoch}"
-        # Both changes are in one statement: a router that reads between two statements would never learn of the second
-        # change.
+        # Both changes are in one statement. A router that read the catalog between two statements would never learn of
+        # the second change.
         sql(
             dsns,
             "s1",

@@ -1,5 +1,5 @@
-"""Consumers are told of leases that end without them and of streams that are about to end, and they report how far they
-have come. Each test uses two routers: the consumers of one router hear what the other router does."""
+"""Routers tell consumers about leases that others have ended, and about streams that will soon end. Consumers report
+their progress. Each test uses two routers, and the consumers of one router learn what the other router has done."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_a_worker_hears_of_a_lease_that_came_by_an_earlier_stream(both: tu
         await one.enqueue("earlier")
         (job,) = await first.until_jobs(1)
     async with other.stream("earlier", worker="moving") as second:
-        # Extend the lease: the answer shows that the stream has begun.
+        # Extend the lease, because the answer shows that the stream has begun.
         assert await second.settle(1, extends=[queue_pb2.Extend(lease=job.lease)]) == []
         await _cancel(one, "earlier", job.id)
         await second.until(lambda: second.revoked, "a revoked lease")
@@ -138,7 +138,7 @@ async def test_progress_and_checkpoint_stay_with_the_job_until_its_next_attempt(
     assert await _extend(one, "reports", queue_pb2.Extend(lease=job.lease, progress=progress, checkpoint=b"at 3")) == [
         OK
     ]
-    # This extend names neither the checkpoint nor the progress, so both stay.
+    # This extend names neither the checkpoint nor the progress. So the job keeps its checkpoint and its progress.
     assert await _extend(one, "reports", queue_pb2.Extend(lease=job.lease)) == [OK]
     stored = await other.job("reports", job_id)
     assert stored.progress == job_pb2.Progress(done=3, total=7, note="files\ufffd copied")
@@ -198,7 +198,7 @@ async def test_jobs_that_come_before_their_workers_wait_for_them_and_no_attempt_
 ) -> None:
     """This happens in a rolling deploy that replaces the producers first: workers of the old release do not know the
     new kind of jobs."""
-    # The pauses of each job, by the number of its attempts.
+    # For each job, the pauses after its attempts, keyed by the number of attempts.
     pauses = dict[str, dict[int, float]]()
     async with WindrowClient(routers[0].address, org="deploy") as near:
         jobs = [NewJob(QUEUE, "new", max_attempts=1) for _ in range(20)]
@@ -206,7 +206,7 @@ async def test_jobs_that_come_before_their_workers_wait_for_them_and_no_attempt_
         await near.enqueue_many(jobs)
 
         async def work(worker: Worker, holds: Callable[[JobRecord], bool]) -> Sequence[JobRecord]:
-            """Runs the worker until `holds` is true of each job."""
+            """Runs the worker until `holds` returns true for each job."""
             records: Sequence[JobRecord] = ()
 
             async def done() -> bool:
@@ -349,7 +349,7 @@ async def test_a_cancel_stops_the_handler_at_once(routers: list[Routers]) -> Non
         WindrowClient(routers[0].address, org="stopped") as near,
         WindrowClient(routers[1].address, org="stopped") as far,
     ):
-        # With this window, the worker would extend, and so learn of the cancel, only after hours.
+        # With this window, the worker would extend the lease, and learn of the cancellation, only after hours.
         worker = Worker(near, [QUEUE], visibility_window=43_200)
         begun, ended = asyncio.Event(), asyncio.Event()
 

@@ -1,5 +1,5 @@
-"""Workflows on one shard: a node is released when the last node for which it waits has ended, and every end counts once
-(I11)."""
+"""Tests workflows on one shard. A node is released when the last node for which it waits has ended, and the end of each
+node counts once (I11)."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ async def test_a_job_that_has_lost_its_lease_adds_nothing(flows: Flows) -> None:
     await flows.store.settle(Settlement.release(flows.org, [lease]))
     with pytest.raises(LeaseEnded):
         await flows.add(flow, lease, {"x": []})
-    # Another consumer has the job now.
+    # By now, another consumer has leased the job.
     await flows.claim()
     with pytest.raises(LeaseEnded):
         await flows.add(flow, lease, {"x": []})
@@ -160,7 +160,7 @@ async def test_a_job_adds_nothing_to_another_workflow(flows: Flows) -> None:
 async def test_a_lease_that_ends_while_the_addition_waits_adds_nothing(
     flows: Flows, two: list[Flows], module_dsn: str
 ) -> None:
-    """The addition waits for the workflow's lock. Meanwhile the lease of the job that adds the nodes is released."""
+    """The addition waits for the workflow's lock. Meanwhile the job that adds the nodes is released."""
     flow = await flows.start({"a": [], "b": []})
     await flows.claim()
     lease = flows.leases["a"]

@@ -1,4 +1,5 @@
-"""Workflows through a router: the calls, the Python client, workers and causes."""
+"""Tests workflows with a real router: the calls, the Python client, the workers, and the causes why a job does not
+run."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ async def test_a_started_workflow_is_known(client: windrow.Client, routers: Rout
     assert again.duplicate
     other = windrow.Workflow("twice", id=flow.id)
     other.job("q", "another")
-    # The refusal comes at once, because another try would be refused too.
+    # The client raises the refusal at once, because another try would be refused too.
     async with windrow.Client(routers.address, org=org, timeout=3600) as patient:
         with pytest.raises(windrow.AlreadyExists):
             await patient.start(other)
@@ -325,7 +326,7 @@ async def test_a_def_handler_that_would_add_nodes_in_vain_is_told_so(client: win
         more = windrow.Nodes()
         more.job("crawl", "fetch")
         try:
-            # A def handler cannot await this call.
+            # A handler that is a plain `def` function cannot await this call.
             job.workflow.add(more)
         except RuntimeError as error:
             told.append(str(error))
@@ -341,8 +342,8 @@ async def test_a_def_handler_that_would_add_nodes_in_vain_is_told_so(client: win
 
 
 async def test_a_worker_leaves_no_job_of_a_workflow_to_the_garbage_collector(client: windrow.Client) -> None:
-    """Payloads may be large. But when the garbage collector runs depends on the number of objects, not on their
-    size."""
+    """Payloads may be large. But the garbage collector runs after a number of new objects, whatever the size of the
+    objects."""
     worker = windrow.Worker(client, "crawl")
 
     @worker.handler("fetch")

@@ -1,4 +1,4 @@
-"""Pauses, skips and cancels of workflows: repeated, interrupted, and several at the same time."""
+"""Calls pause, skip and cancel workflows. The calls are repeated, interrupted, or made at the same time."""
 
 from __future__ import annotations
 

@@ -222,8 +222,8 @@ async def test_an_addition_to_a_workflow_that_moves_away_meanwhile_is_sent_on(
                 assert await mover.step()
         return refused
 
-    # The call checks that the shard owns the slot, and then reads the workflow. Between the two, the workflow leaves
-    # the shard.
+    # The call checks that the shard owns the slot, and then reads the workflow. Between these two steps, the workflow
+    # leaves the shard.
     monkeypatch.setattr(calls, "find_refused", then_move)
     with pytest.raises(NotOwned):
         await source.add(flow, "a", {"x": []})

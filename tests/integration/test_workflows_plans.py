@@ -55,7 +55,7 @@ CROSS JOIN LATERAL generate_series(greatest(0, n - {PARENTS}), n - 1) p
 
 
 class One(NamedTuple):
-    """A workflow that runs."""
+    """A workflow that has not ended."""
 
     flow: int
     org_id: int
@@ -78,12 +78,13 @@ async def filled(module_dsn: str, request: pytest.FixtureRequest) -> AsyncGenera
     )
     nobody = One(0, 0, "nobody", "01890000-0000-7000-8000-000000000000")
     if not request.param:
-        # While the tables are empty, make the plans that Postgres keeps.
+        # Let Postgres make the plans that it keeps while the tables are empty.
         await database.run(b"TRUNCATE windrow.workflow, windrow.workflow_node, windrow.workflow_edge", {})
         async with database.transaction() as connection:
             for statement, parameters, *_ in statements_about(nobody).values():
                 await plan(connection, statement, parameters)
-    # Rows that were made for the other plans stay, because it takes longer to make them than to run all tests.
+    # Make the rows only once, and use them for both kinds of plans, because it takes longer to make the rows than to
+    # run all tests.
     if await database.run(b"SELECT WHERE NOT EXISTS (SELECT FROM windrow.workflow)", {}):
         for fill in (FILL_WORKFLOWS, FILL_NODES, FILL_EDGES):
             await database.run(fill.encode(), {})

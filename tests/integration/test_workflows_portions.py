@@ -38,7 +38,7 @@ async def flows(database: Database, org: OrgId) -> AsyncGenerator[Flows, None]:
 
 @pytest.fixture
 async def other(module_dsn: str, org: OrgId) -> AsyncGenerator[Flows, None]:
-    """Another org, at another router."""
+    """Yields the workflows of another org, on the connections of another router."""
     database = Database(SHARD, module_dsn, connections=2)
     await database.open()
     opened = Flows(database, OrgId(f"{org}-other"))
@@ -70,7 +70,7 @@ async def bucket(flows: Flows, workflow: WorkflowId) -> int:
 
 
 async def id_with_lock_of(flows: Flows, number: int) -> WorkflowId:
-    """Returns an id for a workflow of the org that has this lock."""
+    """Returns an id for a workflow of the org, such that the workflow has the lock with this number."""
     while await bucket(flows, workflow := WorkflowId(job_id())) != number:
         pass
     return workflow
@@ -82,7 +82,7 @@ async def test_an_ack_releases_a_portion_and_the_sweep_the_rest(flows: Flows) ->
     await flows.ack("root")
     assert await counts(flows, flow) == {"succeeded": 1, "released": PORTION, "blocked": WIDTH - PORTION}
     await flows.check()
-    # As after a kill, no transaction has done the rest yet.
+    # No later transaction has done the rest yet, as if the router had been killed.
     await flows.sweep.sweep()
     assert await counts(flows, flow) == {"succeeded": 1, "released": WIDTH}
     assert sum(map(len, await flows.run_all())) == WIDTH
@@ -160,7 +160,7 @@ async def test_ends_of_which_everybody_was_told_are_not_taken_in_again(flows: Fl
         """
     for _ in range(3):
         ((org_id, number),) = await database.run(arrivals, {"id": flow.id})
-        # These are the arrival of the root, and the arrivals of the jobs that the last portion has cancelled.
+        # The arrivals are those of the root and of the jobs that the last portion has cancelled.
         assert number == 1 + PORTION
         await database.run(statements.FOLD_MORE, {"org_id": org_id, "id": flow.id})
     await flows.sweep.sweep()

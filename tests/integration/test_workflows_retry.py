@@ -1,4 +1,4 @@
-"""Retries of workflows, through a router: what runs again, what is taken over, and what is refused."""
+"""Tests retries of workflows with a real router: what runs again, what is taken over, and what is refused."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ async def test_the_id_of_another_workflow_is_refused(client: windrow.Client) -> 
 
 
 async def test_nodes_that_would_wait_for_each_other_in_the_retry_are_refused(client: windrow.Client) -> None:
-    """b waits for a, and y for b. After y was cancelled, and so has ended, a may wait for a node that waits for y. But
-    in the retry y has not ended."""
+    """`b` waits for `a`, and `y` waits for `b`. After `y` was cancelled, it has ended, so `a` may wait for a node that
+    waits for `y`. But in the retry, `y` has not ended."""
     flow = windrow.Workflow()
     a = flow.job("q", "k", "a", name="a")
     flow.job("q", "k", "b", name="b", after=a)
@@ -140,8 +140,8 @@ async def test_nodes_that_would_wait_for_each_other_in_the_retry_are_refused(cli
 
 
 async def test_a_job_of_a_retry_does_not_wait_for_nodes_that_wait_for_it_there(client: windrow.Client) -> None:
-    """As before, but a waits for nothing in the old workflow. In the retry, x waits for t, t for y, y for b, and b for
-    a."""
+    """As in the previous test, but in the old workflow `a` waits for nothing. In the retry, `x` waits for `t`, `t` for
+    `y`, `y` for `b`, and `b` for `a`."""
     flow = windrow.Workflow()
     a = flow.job("q", "k", "a", name="a")
     flow.job("q", "k", "b", name="b", after=a)
@@ -207,7 +207,7 @@ async def test_what_has_not_succeeded_runs_again_and_the_rest_is_taken_over(clie
     assert seen[:2] == ["b", "d"]
     assert sorted(seen[2:]) == ["end", "success"]
     assert (await client.get_workflow(retry.id))[0].state is windrow.WorkflowState.SUCCEEDED
-    # The old workflow stays as it ended, and leaves no dead job behind.
+    # The old workflow is unchanged, and none of its jobs is dead any more.
     assert (await client.get_workflow(started.id))[0].state is windrow.WorkflowState.FAILED
     (old,) = (await client.get_jobs([started.job_ids["b"]])).values()
     assert (old.state, old.reason) == (windrow.JobState.CANCELLED, f"retried by workflow {retry.id}")
@@ -242,7 +242,8 @@ async def test_added_nodes_run_again_too(client: windrow.Client, module_dsn: str
 
 
 async def test_a_job_that_failed_after_it_had_added_nodes_finds_them_in_the_retry(client: windrow.Client) -> None:
-    """The job also finds unnamed nodes that an added node has added: their names must be the same in the retry."""
+    """The job also looks up unnamed nodes that an added node has added. So the names of these nodes must be the same in
+    the retry."""
     started = await client.start(diamond())
     named, unnamed = windrow.Nodes(), windrow.Nodes()
     named.job("q", "k", "x", name="x")

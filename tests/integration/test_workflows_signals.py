@@ -1,5 +1,5 @@
-"""Nodes that wait for signals: the first signal counts, and an early signal is kept until its node is due. No worker
-ever gets the job of such a node, whatever happens to the job."""
+"""Tests nodes that wait for signals. The first signal counts, and an early signal is kept until its node is due. No
+worker ever gets the job of a node that waits for a signal, whatever happens to the job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.timemachine import make_due
 from tests.workflows import CANCEL, IGNORE, RUN, SIGNAL_US, Flows, Graph, both, set_portion
 
 CALLBACKS = {"won": Callback.SUCCESS, "lost": Callback.FAILURE, "over": Callback.END}
-# Somebody approves what "build" has made.
+# The signal for "approve" comes from a person who approves what "build" has made.
 RELEASE = {"build": [], "approve": ["build"], "deploy": ["approve"]}
 luck = luck_of("signals")
 
@@ -349,7 +349,7 @@ async def test_a_signal_and_the_release_of_its_node_never_miss_each_other(two: l
         calls: list[Awaitable[object]] = [two[0].ack("build"), two[1].signal(flow, "approve")]
         luck.shuffle(calls)
         await asyncio.gather(*calls)
-        # If the signal has locked the job, the fold does not release it. A sweep does that later.
+        # If the signal has locked the job, the fold does not release the job. A sweep releases it later.
         await two[0].sweep.sweep()
         assert await two[0].run_all() == [{"deploy"}]
         await two[0].check()
@@ -359,7 +359,7 @@ async def test_a_signal_and_a_fold_that_meet_at_the_row_lose_nothing(flows: Flow
     flow = await flows.start(RELEASE, signals=["approve"])
     await flows.claim()
     async with await psycopg.AsyncConnection.connect(module_dsn) as other:
-        # A signal that has not committed yet.
+        # This transaction acts like a signal that has not committed yet.
         await other.execute(
             "UPDATE windrow.job SET checkpoint = 'early' WHERE id = %s::uuid", [flows.job(flow, "approve")]
         )

@@ -1,6 +1,6 @@
-"""Everything at once on the workflows of one org: two routers ack, fail, cancel, skip, signal, pause, resume, alter and
-add nodes, while connections are cut. Each node runs after its parents, each callback once and after all nodes, nothing
-is stranded, and no two sessions deadlock (I11)."""
+"""Two routers ack, fail, cancel, skip, signal, pause, resume, alter and add nodes of the workflows of one org at the
+same time, while connections are cut. Each node runs after its parents, and each callback runs once, after all nodes. No
+job waits for ever, and no two sessions deadlock (I11)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Storm:
         self.two = two
         self.org = org
         self.ran: Counter[str] = Counter()
-        # How many signals of each node got the answer that they count.
+        # For each node, how many of its signals got the answer that the signal counts.
         self.firsts: Counter[str] = Counter()
         self.had_round = asyncio.Event()
         # For each added node, the nodes for which it waits. A node is listed here even if nobody knows whether it was

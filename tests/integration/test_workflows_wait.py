@@ -46,7 +46,7 @@ async def test_a_job_runs_again_when_the_nodes_that_it_has_added_have_ended(flow
     await flows.ack("x")
     assert await flows.claim() == {"y"}
     await flows.ack("y")
-    # The attempt did not count, and the node that waits for this job still waits.
+    # The attempt of the waiting job was not counted, and the node that waits for this job still waits.
     ((job, lease),) = await lease_jobs(flows.store, flows.org, window_us=HOUR_US)
     assert (flows.name_of(job), job.attempt) == ("a", 1)
     flows.leases["a"] = lease
@@ -124,8 +124,8 @@ async def test_a_failure_that_all_nodes_had_seen_before_the_wait_cancels_the_job
 
 
 async def test_the_policy_of_the_last_wait_counts(flows: Flows) -> None:
-    """Earlier versions had a bug: if a job's first wait ignored a failure and its second wait did not, the job ran
-    again at once, for ever."""
+    """Earlier versions had a bug. If a job's first wait ignored a failure and its second wait did not, the job ran
+    again at once, without end."""
     for policy, ends in ((CANCEL, "cancelled"), (RUN, "released")):
         flow = await flows.start({"a": []}, callbacks=CALLBACKS)
         await flows.claim()
@@ -210,7 +210,7 @@ async def test_a_job_that_waits_gives_its_place_in_its_group_to_the_next_one(flo
     await flows.add(flow, "a", {"x": []}, wait=CANCEL)
     assert await flows.claim(queue="g") == {"b"}
     assert await flows.run_all() == [{"x"}]
-    # The job is due, and waits for its turn.
+    # The job is due, and waits for a group slot.
     assert await flows.claim(queue="g") == set()
     await flows.ack("b")
     assert await flows.run_all(queue="g") == [{"a"}]
@@ -229,7 +229,7 @@ async def test_a_job_that_has_lost_its_lease_waits_for_nothing(flows: Flows) -> 
         await flows.add(flow, lost, {"x": []}, wait=CANCEL)
     assert "x" not in await flows.states(flow)
     await flows.add(flow, waits, {"y": []}, wait=CANCEL)
-    # The answer to this call may have been lost. A repeated call gets the same answer, and can do nothing else.
+    # The answer to this call may have been lost. A repeated call gets the same answer and changes nothing.
     again = await flows.add(flow, waits, {"y": []}, wait=CANCEL)
     assert (again.stored, again.waits) == (0, True)
     for graph, wait in (({"y": [], "z": []}, CANCEL), ({"y": []}, None)):
@@ -344,7 +344,7 @@ async def test_edges_of_jobs_that_wait_count_once(flows: Flows) -> None:
 
 
 async def test_a_job_that_another_session_has_locked_does_not_wait(flows: Flows, module_dsn: str) -> None:
-    """The call holds the lock of the workflow, so it must not wait for that session."""
+    """The call holds the lock of the workflow. So it must not wait for the session that keeps a row locked."""
     flow = await flows.start({"a": []})
     await flows.claim()
     async with await psycopg.AsyncConnection.connect(module_dsn) as session:
@@ -388,8 +388,8 @@ async def test_a_wait_and_the_last_end_never_pass_each_other(two: list[Flows]) -
 
 @pytest.mark.thorough
 async def test_no_job_waits_for_ever_whatever_jobs_add_and_wait_for(flows: Flows) -> None:
-    """Jobs add nodes behind any others, and wait for nodes that they add now or have added before. Every node that was
-    not refused ends, even if folds are done in small portions."""
+    """Jobs add nodes that wait for random other nodes. The jobs then wait for nodes that they add now or have added
+    before. Every node that was not refused ends, even if folds are done in small portions."""
     for _ in range(trials(8, thorough=300)):
         await set_portion(flows.database, luck.choice((1, 2, 200)))
         try:
@@ -416,7 +416,7 @@ async def test_no_job_waits_for_ever_whatever_jobs_add_and_wait_for(flows: Flows
 
 
 def drawn_graph(prefix: str, others: Sequence[str], count: int) -> dict[str, list[tuple[str, OnFailed]]]:
-    """Returns nodes that wait for each other and for some of the others."""
+    """Returns new nodes that wait for some of each other and for some of the other nodes."""
     graph: dict[str, list[tuple[str, OnFailed]]] = {}
     for number in range(count):
         parents = [*others, *graph]
@@ -426,7 +426,7 @@ def drawn_graph(prefix: str, others: Sequence[str], count: int) -> dict[str, lis
 
 
 async def act(flows: Flows, flow: NewWorkflow, job: str, turn: int) -> None:
-    """Does something with a leased job."""
+    """Takes a random step with a leased job."""
     nodes, _ = await flows.admin.nodes(flows.org, flow.id, page_size=1000, page_token="")
     names = [node.name for node in nodes if node.callback is None]
     own = [name for name in names if name.rpartition("-")[0] == job]
@@ -486,7 +486,7 @@ async def test_a_job_on_the_shard_that_its_org_leaves_waits_on_the_other_shard(p
     added = await target.adder.add(new_nodes(org, flow, {"x": []}, wait=CANCEL), adder=by, epoch=move.epoch)
     target.names[added.jobs[0]] = "x"
     assert added.waits
-    # The router gives the job back, because only the target can block it.
+    # The router releases the job, because only the target of the move can block it.
     await source.store.settle(Settlement.release(org, [source.leases["a"]]))
     await mover.finish()
     assert await target.claim() == {"a", "x"}
@@ -658,7 +658,7 @@ async def test_lines_that_come_before_a_wait_are_stored(
 
 
 async def test_a_handler_that_waits_for_no_nodes_goes_on(client: windrow.Client) -> None:
-    """How many nodes there are is often known only when the handler runs."""
+    """The number of nodes is often known only when the handler runs."""
     flow = windrow.Workflow()
     flow.job("q", "k")
     started = await client.start(flow)
@@ -768,7 +768,7 @@ async def test_a_job_that_waits_says_why_it_does_not_run(client: windrow.Client)
     nodes.job("q", "other", name="x")
     with pytest.raises(windrow.Waiting):
         await client.wait_for(job, nodes)
-    # The answer may be lost, and the call repeated.
+    # The answer may be lost. Then the client repeats the call.
     with pytest.raises(windrow.Waiting):
         await client.wait_for(job, nodes)
     found = (await client.get_jobs([job.id]))[job.id]
