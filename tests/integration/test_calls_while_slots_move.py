@@ -378,8 +378,8 @@ def leave_long_ago(catalog: str, *, shard: str, slot: int) -> None:
             "UPDATE windrow.former_owner SET left_at = left_at - interval '3 hours' WHERE shard = %s AND slot = %s",
             [shard, slot],
         )
-        # Both changes are in one statement: a router that reads between two statements would never learn of the second
-        # change.
+        # Both changes are in one statement. A router that read the catalog between two statements would never learn of
+        # the second change.
         connection.execute(
             "WITH next AS (UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch) "
             "UPDATE windrow.placement SET changed = next.epoch FROM next WHERE slot = %s",
@@ -894,8 +894,8 @@ def test_what_a_former_owner_may_know_is_refused_while_it_is_not_named_and_all_e
                 "UPDATE windrow.former_owner SET left_at = left_at - interval '3 hours' "
                 "WHERE shard = 's3' RETURNING slot"
             ).fetchall()
-            # Both changes are in one statement: a router that reads between two statements would never learn of the
-            # second change.
+            # Both changes are in one statement. A router that read the catalog between two statements would never learn
+            # of the second change.
             connection.execute(
                 "WITH next AS (UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch) "
                 "UPDATE windrow.placement SET changed = next.epoch FROM next WHERE slot = ANY (%s)",

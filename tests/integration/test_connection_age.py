@@ -1,4 +1,5 @@
-"""Routers end old connections and streams: clients move to new ones, and no job is lost or run twice."""
+"""Routers end old connections and streams. Clients move to new connections and streams, and no job is lost or runs
+twice."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from windrow.v1 import queue_pb2
 # after 0.8 to 1.2 s, so that even on a busy machine a stream ends before its connection breaks.
 AGE_S = 4.0
 CONNECTIONS = 3
-# A router process whose grace has no minimum: otherwise the streams would last for minutes.
+# The program of a router process whose grace has no minimum. Otherwise the streams would last for minutes.
 IMPATIENT = """
 import sys
 from router import settings

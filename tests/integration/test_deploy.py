@@ -212,7 +212,7 @@ def test_a_server_starts_with_the_settings_of_a_shard() -> None:
     program, *arguments = SERVICES["shard1"]["command"]
     assert program == "postgres"
     settings = dict(argument.removeprefix("-c").split("=", 1) for argument in arguments)
-    # The server of the tests sets password_encryption itself, to the same value as the shards.
+    # The test server sets `password_encryption` to the same value as the shards.
     chosen = {name: value for name, value in settings.items() if name != "password_encryption"}
     with (
         Cluster("compose", ephemeral=True, settings=chosen) as cluster,

@@ -79,8 +79,8 @@ def made() -> Iterator[Path]:
 
 @pytest.fixture
 def root_with_a(root: Path, made: Path) -> Path:
-    """A root folder with a stopped cluster "a", for tests of what comes after the first start of a cluster. Making a
-    cluster takes half a second of CPU, and copying a cluster takes far less."""
+    """Returns a root folder with a stopped cluster "a", for tests of a cluster that has been started before. It takes
+    half a second of CPU to make a cluster, and far less to copy one."""
     root.mkdir()
     root.chmod(0o755)
     # cp keeps the owner of each file.
@@ -246,7 +246,8 @@ def test_start_and_stop_may_be_repeated(root: Path) -> None:
 def test_committed_rows_survive_kill_and_start(root_with_a: Path) -> None:
     with Cluster("a", root=root_with_a) as cluster:
         ask(cluster.dsn, "CREATE TABLE kept (n int)")
-        with psycopg.connect(cluster.dsn) as held:  # Its backend outlives the postmaster for a moment.
+        # The backend of this connection outlives the postmaster for a moment.
+        with psycopg.connect(cluster.dsn) as held:
             for round_number in range(3):
                 ask(cluster.dsn, f"INSERT INTO kept VALUES ({round_number})")
                 cluster.kill()
@@ -260,7 +261,7 @@ def test_committed_rows_survive_kill_and_start(root_with_a: Path) -> None:
 def test_start_waits_for_orphans_of_a_killed_server(root_with_a: Path) -> None:
     with Cluster("a", root=root_with_a) as cluster, psycopg.connect(cluster.dsn) as held:
         orphan = held.info.backend_pid
-        os.kill(orphan, signal.SIGSTOP)  # It cannot notice that its postmaster has gone.
+        os.kill(orphan, signal.SIGSTOP)  # A stopped process cannot notice that its postmaster has ended.
         try:
             cluster.kill()
             with pytest.raises(StartFailed, match=r"earlier server still hold .*/a/server\.lock"):
@@ -446,7 +447,7 @@ def test_an_ephemeral_cluster_that_crashed_leaves_nothing_behind() -> None:
     with Cluster("a", ephemeral=True) as cluster:
         segment = (cluster.folder / "data" / "postmaster.pid").read_text().splitlines()[6].split()[1]
         assert segment in shared_memory_segments()
-        # POSIX segments would stay in /dev/shm; these are files in the folder.
+        # POSIX segments would stay in /dev/shm. The segments of an ephemeral cluster are files in the cluster's folder.
         assert ask(cluster.dsn, "SHOW dynamic_shared_memory_type") == [("mmap",)]
         cluster.kill()
         assert segment in shared_memory_segments()
@@ -482,7 +483,7 @@ def test_it_works_on_every_version_found(root: Path, major: int, monkeypatch: py
         cluster.kill()
         cluster.start()
     assert version == [(major,)]
-    # This time no argument names the version: the cluster reads the version from the data directory.
+    # No argument names the version. So the cluster reads the version from the data directory.
     with Cluster("a", root=root) as again:
         assert ask(again.dsn, "SELECT FROM kept") == []
 
@@ -511,7 +512,7 @@ def test_a_named_folder_is_used_or_refused(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(BinariesNotFound, match=f"{BIN_VARIABLE}: {tmp_path}/nowhere: has no program"):
         find_binaries()
     with pytest.raises(BinariesNotFound, match=f"argument: {tmp_path}: has no program"):
-        find_binaries(tmp_path)  # The argument counts more than the variable.
+        find_binaries(tmp_path)  # The argument overrides the variable.
 
 
 def test_an_unsupported_version_is_refused_by_number(tmp_path: Path) -> None:

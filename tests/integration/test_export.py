@@ -345,7 +345,7 @@ async def test_a_page_ends_before_it_fills_the_memory(
 async def test_a_row_that_is_not_what_the_table_has_is_found(
     fresh_database: Database, org: OrgId, files: Files, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mistake happens while the file is written, so the file's checksum matches its wrong content."""
+    """The mistake happens while the file is written. So the checksum of the file matches the wrong content."""
     day = await make_cold_day(fresh_database, org, jobs=3)
 
     async def lossy(*arguments: Any) -> AsyncGenerator[Any]:

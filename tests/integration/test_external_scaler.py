@@ -1,5 +1,6 @@
-"""What KEDA gets from a router. There are two shards, one of which can be cut off, and two routers that know of each
-other only by the doorbell. Neither router sweeps, so that every push comes from a signal."""
+"""Tests what KEDA gets from a router. There are two shards, and the tests can cut one of them off. There are two
+routers, which learn of each other's work only by the doorbell. No router sweeps, so that every push comes from a
+notification."""
 
 from __future__ import annotations
 

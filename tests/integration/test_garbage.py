@@ -1,5 +1,5 @@
-"""An ended call leaves no data of its request to the garbage collector, because a router rarely runs the garbage
-collector."""
+"""When a call has ended, the data of its request is freed without the garbage collector, because a router rarely runs
+the garbage collector."""
 
 from __future__ import annotations
 

@@ -572,7 +572,7 @@ async def test_never_more_than_k_are_leased_whatever_consumers_do(
         group.create_task(watch())
     await end_leases(databases[0], org)
     await make_due(databases[0], org)
-    # No group is stranded: without a sweep, consumers get all jobs.
+    # Without a sweep, consumers get all jobs, so no group is forgotten.
     while taken := await leased(stores[0], org):
         await ack(stores[0], org, *(lease for _, lease in taken))
     rows = await databases[0].run(

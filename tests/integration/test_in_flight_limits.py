@@ -33,8 +33,8 @@ class Cluster:
     far: Routers
 
     def leased(self, org: str) -> int:
-        # The statement does not use `now()`, whose time is earlier than the snapshot: it would count leases that have
-        # just expired, together with the leases that followed them.
+        # The statement does not use `now()`, because its time is earlier than the snapshot. With `now()`, leases that
+        # have just expired would be counted together with the leases that followed them.
         statement = """
             SELECT count(*) FROM windrow.job JOIN windrow.queue USING (queue_id)
             WHERE org = %s AND lease IS NOT NULL AND visible_at > clock_timestamp()

@@ -190,8 +190,8 @@ def test_lines_above_the_limit_go_in_calls_that_the_limit_allows(cluster: Cluste
     command = ("enqueue", org, QUEUE, "k", "--lines", "--file", str(lines), "--batch", batch)
     at = ("--address", cluster.routers.address)
     done = windrow(*command, *at)
-    # The limit has no room for more jobs within the hour. After this refusal waiting helps, which is not so for a
-    # single call that is larger than the limit.
+    # The limit has no room for more jobs within the hour. Waiting helps after this refusal. It would not help if a
+    # single call were larger than the limit.
     assert (done.code, len(done.out.splitlines())) == (3, 20)
     assert "line 21 and those after it are not stored" in done.err
     again = windrow(*command, *at)

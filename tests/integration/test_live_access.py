@@ -158,7 +158,7 @@ async def test_jobs_that_a_revoked_stream_was_not_sent_are_released_at_once(clus
     async with calls(cluster, other, "unsent") as queue:
         stored = await queue.enqueue(*[bytes(100_000)] * 100)
         async with stream(cluster, revoked, "unsent", reads=False) as unread:
-            # Forty or more of the jobs do not fit into the client's flow-control windows.
+            # The client's flow-control windows have no room for all of these jobs.
             await until(lambda: queue.are_leased(60, stored), "the router took jobs that it cannot send")
             await cluster.revoke(revoked)
             taken = set[str]()

@@ -252,7 +252,8 @@ async def test_a_router_writes_no_further_mark_before_the_catalog_has_confirmed_
 async def test_a_catalog_that_was_restored_refuses_no_shard_and_is_reported(
     postgres: Server, backups: Backups, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The shard is ahead of the catalog. The catalog is not on a shard here."""
+    """The catalog is in the database of s1, and is restored to a time before a move. So s2 knows later moves than the
+    catalog."""
     shards, place = [f"history_{next(_numbers)}" for _ in range(2)]
     cluster = two(postgres.create(shards), backups.dsn)
     name = str(conninfo_to_dict(cluster.shards[0].dsn)["dbname"])

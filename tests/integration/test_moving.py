@@ -41,8 +41,8 @@ async def lease_one(pair: Pair, shard: ShardName, org: OrgId, queue: str) -> tup
 
 
 async def populate(pair: Pair, shard: ShardName, org: OrgId, *, epoch: int = 1) -> dict[str, JobId]:
-    """Stores jobs with different states and histories. Returns the ids of the jobs by descriptions of the jobs. No job
-    is leased."""
+    """Stores jobs with different states and histories. Returns the ids of the jobs, keyed by a short description of
+    each job. No job is leased."""
     store = pair.store(shard)
     made: dict[str, JobId] = {}
 

@@ -419,7 +419,8 @@ async def test_what_is_told_a_shard_late_changes_nothing(pair: Pair, org: OrgId)
     for target in (B, A, B):
         await pair.move([org], target=target)
         before = await look()
-        # `adopt` checks first, and finds nothing to do. So the test also runs its statements without the check.
+        # `adopt` checks first, and finds nothing to do. So the test also runs the statements of `adopt` without the
+        # check.
         assert await pins.adopt(pair.databases[A], [pin])
         named = {"orgs": arrays.texts([org]), "slots": arrays.numbers([pin.slot])}
         async with pair.databases[A].transaction() as connection:

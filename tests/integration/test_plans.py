@@ -526,7 +526,7 @@ async def assert_all_bounded(when: str, connection: Connection, runs: Mapping[st
             assert sorted(n["Node Type"] for n in plan.scans("job")) == ["Index Scan", "Tid Scan"]
 
 
-# The statements that look for leases that nobody has, or for locks on jobs.
+# The statements that run with leases that nobody has, or that look for locks on jobs.
 OF_LEASES = ("EXTEND", "INSPECT_LEASES", "GIVE_BACK", "ACK", "EXPLAIN_MISS", "FIND_LOCKED_JOBS")
 
 

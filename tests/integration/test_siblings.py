@@ -147,7 +147,7 @@ async def org(near: Client) -> str:
 
 
 def handed_over(dsns: dict[str, str], *ids: str) -> list[str]:
-    """Returns those of these jobs that the insert itself leased."""
+    """Returns the given jobs that the insert itself leased."""
     hexes = [to_hex(one) for one in ids]
     found: set[str] = set()
     for shard in dsns:
