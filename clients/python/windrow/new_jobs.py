@@ -69,7 +69,8 @@ class NewJob:
     - `queue`, `kind`: 1 to 128 characters of A–Z a–z 0–9 . _ : / -, of which the first is a letter or a digit. A queue
       is created at its first use.
     - `payload`: bytes, text or a JSON value, at most 1 MiB.
-    - `attributes`: at most 32 labels, readable without the payload. A key has 1 to 128 bytes, a value at most 1,024.
+    - `attributes`: at most 32 labels, str to str, readable without the payload. A key has 1 to 128 bytes, a value at
+      most 1,024.
     - `priority`: 1 (first) to 9 (last). Default: 5.
     - `run_at` (a datetime with a time zone) or `delay` (s, or timedelta; from when the job is stored): when the job may
       run, at most 3,650 days ahead. Default: at once.
@@ -77,8 +78,8 @@ class NewJob:
       cancelled, also if this time has passed already. Default: never.
     - `max_attempts`: 1 to 1,000. The job is dead after this many attempts without success. Default: the queue's
       setting, or 20 if the queue has none.
-    - `max_runtime` (s, or timedelta; 1 s to 30 days): how long one attempt may take; then its lease ends. Default: as
-      long as its lease is extended.
+    - `max_runtime` (s, or timedelta; 1 s to 30 days): how long one attempt may take; then its lease ends. The handler
+      finds this time in job.max_runtime. Default: as long as its lease is extended.
     - `group` (at most 256 bytes): at most group_concurrency (a setting of the queue; 1 by default) jobs of one group
       run at a time, in order. Default: no group.
     - `retry` (FixedRetry or ExponentialRetry): when the job runs again after a failure. Default: the queue's setting,
