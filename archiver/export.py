@@ -50,6 +50,8 @@ class Exported:
     file: str
     bytes: int
     rows_by_org: Mapping[OrgId, int]
+    # How many jobs of each org the table had when it was exported. The file may have more.
+    in_table: Mapping[OrgId, int]
     # False: an earlier pass wrote the file, and this pass checked it.
     written: bool
     seconds: float
@@ -89,7 +91,7 @@ async def export_day(
     ShardUnavailable if another archiver may lead. Raises ExportFailed, Stopped, ShardUnavailable."""
     began_s = time.monotonic()
     try:
-        manifest, written = await _exported(files, database, day, cluster=cluster, lead=lead, stop=stop)
+        manifest, in_table, written = await _exported(files, database, day, cluster=cluster, lead=lead, stop=stop)
     except parquet.pa.ArrowException as error:
         raise ExportFailed(f"{day.name}: {' '.join(str(error).split())}") from error  # pyrefly: ignore[unknown-argument-type]
     return Exported(
@@ -97,6 +99,7 @@ async def export_day(
         file=files.name(manifest.path),
         bytes=manifest.bytes,
         rows_by_org=manifest.rows_by_org,
+        in_table=in_table,
         written=written,
         seconds=time.monotonic() - began_s,
     )
@@ -104,7 +107,7 @@ async def export_day(
 
 async def _exported(
     files: Files, database: Database, day: Day, *, cluster: str, lead: Lead, stop: asyncio.Event
-) -> tuple[Manifest, bool]:
+) -> tuple[Manifest, Mapping[OrgId, int], bool]:
     folder = parquet.folder_of(database.name, day.retention, day.first)
     # The files of earlier exports. This export deletes no other files: a file that appears later was written by another
     # archiver.
@@ -126,25 +129,26 @@ async def _exported(
                 f"{files.name(folder)} was exported by cluster {existing.cluster!r}, and this is {cluster!r}: each "
                 "cluster needs an export location of its own"
             )
-        ids = (existing.min_id, existing.max_id)
-        if existing.rows_by_org == counts and ids == await export_reader.ends(database, day):
-            try:
-                await asyncio.to_thread(parquet.check, files, existing)
-            except Damaged as error:
-                trouble = f"{error}; it was written again, and the next pass drops the day"
-            else:
-                await asyncio.to_thread(_delete, files, earlier - {existing.path})
-                return existing, False
+        is_like = existing.rows_by_org == counts and (existing.min_id, existing.max_id) == await export_reader.ends(
+            database, day
+        )
+        try:
+            await asyncio.to_thread(parquet.check, files, existing)
+        except Damaged as error:
+            if not is_like:
+                raise Damaged(f"{error}; {_repair(files, folder)}") from error
+            trouble = f"{error}; it was written again, and the next pass drops the day"
         else:
+            # Compare the rows too. If the day was dropped before, and jobs were added to it twice after that, the file
+            # and the table may have equally many rows, with the same first and last id, that are not the same rows.
+            if is_like and await _is_equal(files, existing.path, source):
+                await asyncio.to_thread(_delete, files, earlier - {existing.path})
+                return existing, counts, False
+
             # The file and the table have different rows. There are two possible causes. If the clock was set back, jobs
             # may have been added to a day that was already exported or dropped. Or an org was erased from the table,
             # but not yet from the file. Exported jobs must stay exported, so merge the rows of the file with the rows
             # of the table.
-            try:
-                await asyncio.to_thread(parquet.check, files, existing)
-            except Damaged as error:
-                raise Damaged(f"{error}; {_repair(files, folder)}") from error
-
             def source() -> AsyncIterator[Batch]:
                 return _merged(_table(database, day, orgs, stop), files, existing)
 
@@ -175,7 +179,7 @@ async def _exported(
     await asyncio.to_thread(_delete, files, earlier)
     if trouble:
         raise Damaged(trouble)
-    return manifest, True
+    return manifest, counts, True
 
 
 async def still_there(files: Files, exported: Exported, day: Day, shard: ShardName) -> None:
@@ -310,6 +314,14 @@ async def _compare(files: Files, path: str, source: Source) -> None:
         if held.num_rows:
             raise Damaged(f"{files.name(path)} goes on after {at:,} rows, and the day does not")
         held = await anext(theirs, None)
+
+
+async def _is_equal(files: Files, path: str, source: Source) -> bool:
+    try:
+        await _compare(files, path, source)
+    except Damaged:
+        return False
+    return True
 
 
 async def _table(database: Database, day: Day, orgs: list[OrgDay], stop: asyncio.Event) -> AsyncGenerator[Batch]:

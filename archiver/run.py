@@ -204,8 +204,8 @@ async def _open_files(location: ExportLocation) -> Files:
 async def _export(
     summary: Pass, database: Database, day: Day, exports: _Exports, stop: asyncio.Event
 ) -> Mapping[OrgId, int] | None:
-    """Exports a day. Returns how many jobs each org has in the export, or None if the export was told to stop. Raises
-    ExportFailed."""
+    """Exports a day. Returns how many jobs of each org were exported from the table, or None if the export was told to
+    stop. Raises ExportFailed."""
     files = await _open_files(exports.location)
     from archiver import export
 
@@ -221,7 +221,7 @@ async def _export(
     # export the day again.
     await exports.session.lead()
     await export.still_there(files, exported, day, database.name)
-    return exported.rows_by_org
+    return exported.in_table
 
 
 async def _record_step(summary: Pass, aged: list[Aged], step: Awaitable[Aged]) -> None:

@@ -127,8 +127,9 @@ async def turn_cold(database: Database, day: Day) -> Aged:
 
 async def drop(database: Database, day: Day, *, exported: Mapping[OrgId, int] | None = None) -> Aged:
     """Drops a cold day. Before that, moves the jobs of orgs under legal hold to the partition of held jobs. The day's
-    ids stay known if an enqueue may still repeat them (invariant I3). `exported` says how many jobs each org has in the
-    day's export. None: the day is not compared with an export. Raises InUse, NotExported, ShardUnavailable."""
+    ids stay known if an enqueue may still repeat them (invariant I3). `exported` says how many of the day's jobs
+    of each org are in its export. None: the day is not compared with an export. Raises InUse, NotExported,
+    ShardUnavailable."""
     for _ in range(_TRIES):
         async with _transaction(database, day.name) as connection:
             if exported is not None:
