@@ -392,10 +392,10 @@ async def test_a_day_that_was_dropped_and_exported_again_keeps_jobs_that_come_af
     async def add(*digits: str) -> Day:
         await finish(fresh_database, org, len(digits))
         await age_finished(fresh_database, org, days=40)
+        newest = b"(SELECT f.id FROM windrow.finished f ORDER BY f.id DESC LIMIT 1)"
         for digit in digits:
             await fresh_database.run(
-                b"UPDATE windrow.finished SET id = %(id)s WHERE id = (SELECT f.id FROM windrow.finished f ORDER BY 1 DESC "
-                b"LIMIT 1)",
+                b"UPDATE windrow.finished SET id = %(id)s WHERE id = " + newest,
                 {"id": f"00000000-0000-7000-8000-00000000000{digit}"},
             )
         return await make_cold_day(fresh_database)
