@@ -1,6 +1,6 @@
 """This router's copy of the catalog, which says where each org lives. The copy is refreshed after a NOTIFY, whenever a
-call needs to be sure, and every 3 s. The copy may be old at any time. This is safe, because a shard refuses calls that
-follow a copy which is too old (I6)."""
+call needs the newest placements, and every 3 s. The copy may be old at any time. This is safe, because a shard refuses
+a call that was sent to it because of a copy that is too old (I6)."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ class Link(asyncio.Protocol):
 
     def greet(self) -> None:
         """Call this after the connection was made, and not in connection_made. If a write in connection_made fails
-        because the sibling has just ended, uvloop 0.23 closes the descriptor twice, the second time when another file
-        may have it."""
+        because the sibling has just ended, uvloop 0.23 closes the descriptor twice. The second time, the descriptor may
+        belong to another file already."""
         if not self._closed:
             assert self._transport is not None
             self._transport.write(greeting(self._version))
