@@ -24,7 +24,7 @@ from typing import NamedTuple
 from shard.bounded import make_room
 from shard.vocabulary import OrgId, ShardName
 
-# The weight of an org for which none was set.
+# The weight of an org whose weight was not set.
 WEIGHT_DEFAULT = 1.0
 # The fraction of an estimate that comes from the newest measurement.
 _NEW_PART = 0.2
@@ -50,7 +50,7 @@ class _Org:
     shards: set[ShardName] = field(default_factory=set[ShardName])
     # How many of the org's jobs are leased.
     running: int = 0
-    # The shards on which `pick` passes the org over, although the org has ready jobs there.
+    # The shards on which `pick` does not pick the org, although the org has ready jobs there.
     passed: set[ShardName] = field(default_factory=set[ShardName])
 
 
@@ -174,8 +174,8 @@ class Schedule:
 
     def served(self, start: float) -> None:
         """Raises the floor to the start of a pick whose job was found. A pick that finds no job must not raise the
-        floor: its org gets the charge back, and its tag could then be lower than the floor, at which other orgs become
-        ready."""
+        floor: the org of such a pick gets the charge back, and its tag could then be below the floor. The org would be
+        served before the orgs that become ready at the floor."""
         self.floor = max(self.floor, start)
 
     def pass_over(self, org: OrgId, shard: ShardName) -> None:
@@ -265,8 +265,8 @@ class Schedule:
     def accrue(self, *, now_s: float) -> None:
         """Ends leases that have expired, and charges orgs for the time that their other leases have lasted beyond the
         estimates. Call this before jobs are handed out: otherwise an org whose jobs suddenly take hours would be
-        charged for them only at their end. Looks at the leases at most 20 times a second, and less often if there are
-        thousands of leases."""
+        charged for these hours only when its leases end. Looks at the leases at most 20 times a second, and less often
+        if there are thousands of leases."""
         if now_s < self._accrue_from_s:
             return
         self._accrue_from_s = now_s + max(_ACCRUE_S, len(self._leases) * _ACCRUE_LEASE_S)

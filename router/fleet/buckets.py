@@ -6,7 +6,7 @@ next moment, if it continues to use tokens at its present pace. Tokens that are 
 back. If a process dies, the tokens that it has drawn are lost: at most one block of each bucket. Tokens are also lost
 if the connection breaks before the shard has answered: then nobody knows whether these tokens were drawn or given back.
 
-This process remembers of each bucket how many tokens the bucket may have by now at most. With this hint, a call that
+For each bucket, this process remembers the most tokens that the bucket may have by now. With this hint, a call that
 cannot succeed yet need not ask the shard. All times in this module come from this process's own clock.
 """
 
@@ -62,7 +62,7 @@ class Bucket:
         self.drawn_s = 0.0
         # The most tokens that one claim takes.
         self.at_once = limit.amount
-        # How many tokens calls wait for.
+        # How many tokens the waiting calls can use.
         self.waiting = 0
         # How many tokens the shard's bucket had after the latest draw, and when that draw was sent.
         self.left = math.inf
@@ -95,8 +95,8 @@ class Bucket:
         self._used = max(0, self._used - cost)
 
     def ready_in_s(self, lack: int, *, within_s: float = math.inf) -> float:
-        """Returns in how many seconds the shard may have this many tokens, at the earliest. The result is such that the
-        shard is asked again after `within_s` at the latest, because other processes may give tokens back."""
+        """Returns in how many seconds the shard may have `lack` tokens, at the earliest. The result is never later than
+        `within_s` after the shard was last asked, because other processes may give tokens back."""
         if lack <= self.left or self._drawing is not None:
             return 0.0
         after_s = min(max(PAUSE_S, (lack - self.left) / self.limit.tokens_per_s), within_s)
@@ -187,8 +187,8 @@ class Bucket:
                 raise
             finally:
                 if not taken:
-                    # The shard refuses the tokens if it knows a newer limit: `Buckets.replace` then decides what
-                    # becomes of them.
+                    # The shard refuses the tokens if it knows a newer limit: `Buckets.replace` then decides whether to
+                    # keep the tokens.
                     self.tokens += tokens
                     self.left -= tokens
 
@@ -251,8 +251,9 @@ class Buckets:
         return buckets
 
     def _forget(self) -> None:
-        """Forgets the buckets without tokens. If too many buckets remain, also forgets the oldest of these. With each
-        of them, at most one block of tokens is lost. Everything else that this process knows of a bucket is a hint."""
+        """Forgets the buckets without tokens. If too many buckets remain, also forgets the oldest ones. For each bucket
+        with tokens that is forgotten, at most one block of tokens is lost. Everything else that this process knows of a
+        bucket is a hint."""
         used = {key: buckets for key, buckets in self._buckets.items() if any(b.tokens or b.waiting for b in buckets)}
         for key in list(used)[: max(0, len(used) - _BUCKETS_MAX // 2)]:
             del used[key]

@@ -24,8 +24,8 @@ from shard.queue.doorbell import Doorbell
 from shard.queue.store import Store
 from shard.vocabulary import JobId, OrgId
 
-# A job is looked at when the wait begins, because it may have ended before the wait was known. The pause until the next
-# look is as long as the wait has lasted, within these bounds.
+# A job is looked at when the wait begins, because the job may have ended before. The pause until the next look is as
+# long as the wait has lasted, within these bounds.
 _LOOK_S_MIN = 0.1
 _LOOK_S_MAX = 2.0
 # The most jobs of one statement, and the pause after it.

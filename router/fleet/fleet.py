@@ -159,8 +159,8 @@ class Fleet:
 
     def _take_up(self, cluster: Cluster) -> None:
         before, members = self._members, dict[ShardName, ShardHandle]()
-        # Only this loop may fail, because it changes nothing yet. A later error would leave members that were not
-        # started, and former members that were not dismissed.
+        # Only this loop may fail, because it changes nothing yet. After a later error, there would be new members that
+        # were not started, and former members that were not dismissed.
         for entry in cluster.shards:
             member = before.get(entry.name)
             if member is None or not member.goes_on_as(entry):
@@ -296,7 +296,7 @@ class Fleet:
     async def write(self, org: OrgId, act: Callable[[ShardHandle, Placement], Awaitable[_T]]) -> _T:
         """Runs `act` on the shard that takes the org's new jobs. If that shard refuses because the org has moved, waits
         for a newer placement and tries again. Raises ShardUnavailable. If no shard takes the jobs within 2 s, the error
-        is its subclass PlacementChanging."""
+        is the subclass PlacementChanging."""
         give_up_s: float | None = None
         while True:
             placement = self.placement(org)

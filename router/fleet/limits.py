@@ -28,8 +28,8 @@ _BACKLOGS_MAX = 20_000
 
 class Charge:
     """The tokens that a call has used. The block `with charge:` is the part of the call that stores jobs. If the block
-    ends with an error that says for certain that nothing was stored, the tokens are put back. After other errors they
-    are not put back."""
+    ends with an error that says for certain that nothing was stored, the tokens are put back. After other errors the
+    tokens are not put back."""
 
     __slots__ = ("_costs", "_jobs")
 

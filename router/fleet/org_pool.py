@@ -127,8 +127,8 @@ class OrgPool:
         """Keeps places for new jobs of an org with payloads of these sizes, unless older jobs of the org may wait. If
         jobs of other orgs wait, only as many new jobs get places as the schedule would hand out before the jobs of the
         other orgs."""
-        # `found` remembers at most _READY_MAX ready orgs. If `found` remembers that many orgs, this org may have older
-        # jobs although it is not remembered.
+        # `found` remembers at most _READY_MAX ready orgs. If that many are remembered, this org may have older jobs
+        # although it is not among them.
         if self.schedule.is_ready(org) or org in self._aside or len(self._ready) >= _READY_MAX:
             return []
         return deal(self._waiting, org, sizes[: self.schedule.turns(org, at_most=len(sizes))])

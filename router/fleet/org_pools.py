@@ -136,8 +136,8 @@ class OrgPools:
             watcher.wake()
 
     def room(self, queue: QueueName, jobs: int) -> int:
-        """Returns for how many jobs of this queue consumers of all orgs have room. Each pool stops counting at
-        `jobs`."""
+        """Returns for how many jobs of this queue the consumers that take jobs of all orgs have room. Each pool stops
+        counting at `jobs`."""
         return sum(pool.room(jobs) for pool in self._by_queue.get(queue, ()))
 
     def deal(self, org: OrgId, queue: QueueName, sizes: Sequence[int]) -> list[Share]:

@@ -22,7 +22,7 @@ from shard.vocabulary import Micros, OrgId, QueueId, QueueName
 
 # How many queues one statement of a walk covers. Such a statement takes about 5 ms.
 _STEP_QUEUES = 500
-# How much time one sweep may use for all its statements of walks.
+# How long one sweep may walk, in all its statements together.
 _SWEEP_S = 0.060
 # The pause after a probe, and the pause after a failure. The next probe covers all queues that are added during the
 # pause.
@@ -107,8 +107,8 @@ class ReadyOrgs:
     # ── Hints ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def rang(self, numbers: Collection[QueueId] | None) -> None:
-        """Looks for jobs of these queues. Call this when they may have new jobs, also jobs that are due later.
-        `numbers` is None if any queue may have new jobs."""
+        """Looks for jobs of these queues. Call this when these queues may have new jobs, including jobs that are due
+        later. `numbers` is None if any queue may have new jobs."""
         if not self._names:
             return
         if numbers is None:
@@ -134,7 +134,7 @@ class ReadyOrgs:
 
     def stored(self, org: OrgId, queue: QueueName, *, later: bool) -> None:
         """Call this when this process has stored jobs of a queue that is taken for all orgs. `later` says that some of
-        them may be due later."""
+        these jobs may be due later."""
         numbers = self._store.names.known(org, [queue])
         if later and numbers:
             self.rang(numbers)
@@ -268,6 +268,6 @@ class ReadyOrgs:
             if self._due_s.get(number) == due_s:
                 del self._due_s[number]
                 fallen.add(number)
-        # Probe these queues, because the answer names their orgs.
+        # Probe these queues, because the answer to the probe names their orgs.
         self.rang(fallen)
         self._set_timer()

@@ -52,9 +52,10 @@ async def have_ended(shards: Sequence[OtherShard], org: OrgId, job: JobId) -> bo
 
 
 class Scheduler:
-    """`may_fire`: whether the shard's state allows it to store jobs. `elsewhere`: the other shards that may have live
-    jobs of an org; None: they are not known now. While no schedule is due, the shard is asked every `sweep_s` seconds
-    for the earliest schedule, or more rarely if the shard has none. Each such question reads one index entry."""
+    """`may_fire` returns whether the shard's state allows new jobs. `elsewhere` returns the other shards that may have
+    live jobs of an org, or None if these shards are not known now. While no schedule is due, the shard is asked every
+    `sweep_s` seconds for the earliest schedule, or more rarely if the shard has none. Each such question reads one
+    index entry."""
 
     def __init__(
         self,

@@ -125,8 +125,8 @@ class Starts(Buckets):
             self._changed()
 
     def split(self, org: OrgId, queues: Sequence[QueueName]) -> list[Part]:
-        """Splits the queues of one claim into parts with the same limits. Each queue with a limit of its own is a part
-        by itself, and all other queues are one part."""
+        """Splits the queues of one claim into parts. All queues of a part have the same limits. Each queue with a limit
+        of its own is a part by itself, and all other queues are one part."""
         if not self.table.is_limited(org) and not self._in_flight.is_limited(org):
             return [Part(queues)]
         of_org = self.of(org, ALL_QUEUES)

@@ -179,8 +179,8 @@ class WaitRoom:
                     watcher.wake()
 
     def hold(self, org: OrgId, queues: Iterable[QueueName], for_s: float) -> None:
-        """Call this when a limit holds the jobs of these queues back. For `for_s` seconds, wakes no consumer for them.
-        After that, wakes one consumer of each queue."""
+        """Call this when a limit holds the jobs of these queues back. For `for_s` seconds, no consumer is woken for
+        these queues. After that, one consumer of each queue is woken."""
         loop = asyncio.get_running_loop()
         for queue in queues:
             awaited = self._queues.get((org, queue))

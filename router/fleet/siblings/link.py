@@ -15,8 +15,8 @@ _log = logging.getLogger(__name__)
 
 class Link(asyncio.Protocol):
     """The connection to a sibling. `out` collects what the sibling is to be told, and `send_soon` sends it. `on_open`
-    is called when the sibling has greeted, and `on_frame` with each frame. `on_closed` is called when the connection
-    has ended: the sibling is gone, is of another release, or sent something that is not a frame."""
+    is called when the sibling has sent its greeting, and `on_frame` with each frame. `on_closed` is called when the
+    connection has ended: the sibling is gone, is of another release, or sent something that is not a frame."""
 
     def __init__(
         self,
