@@ -1,15 +1,15 @@
-"""Decides whose job runs next when one pool of workers serves many orgs. Pure: no I/O and no clock of its own; callers
-pass the time, in seconds of any monotonic clock.
+"""Decides which org's job runs next when one pool of workers serves many orgs. This module does no I/O and reads no
+clock: callers pass the time, in seconds of any monotonic clock.
 
 The method is start-time fair queueing (Goyal, Vin, Cheng: "Start-time fair queueing", 1996). Each org has a tag, a
-point in virtual time. The ready org with the smallest tag is served next. Its tag then grows by the time that the org
-is charged, divided by the org's weight. So orgs that always have ready jobs get worker-seconds in proportion to their
-weights. If only one org has ready jobs, it gets all worker-seconds.
+point in virtual time. The ready org with the smallest tag is served next. Then the tag of this org grows by the time
+that the org is charged, divided by the org's weight. So orgs that always have ready jobs get worker-seconds in
+proportion to their weights. If only one org has ready jobs, it gets all worker-seconds.
 
 An org is charged for each lease: for the time from the hand-out of the job to the end of the lease. When a job is
 handed out, this time is not known yet, so the org is charged an estimate, which is corrected later. The floor of
-virtual time is the tag of the org served last. An org that becomes ready starts at the floor at the earliest: it cannot
-save up time while it has no jobs.
+virtual time is the tag of the org served last. The tag of an org that becomes ready is raised to the floor if it is
+lower: an org cannot save up time while it has no jobs.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import NamedTuple
 from shard.bounded import make_room
 from shard.vocabulary import OrgId, ShardName
 
-# The weight of an org for which none was set.
+# The weight of an org whose weight was not set.
 WEIGHT_DEFAULT = 1.0
 # The fraction of an estimate that comes from the newest measurement.
 _NEW_PART = 0.2
 # The estimate before anything was measured.
 _FIRST_ESTIMATE_S = 0.05
-# Charges are brought up to date every _ACCRUE_S. If the number of leases times _ACCRUE_LEASE_S is longer, this longer
-# time is the interval.
+# Charges are brought up to date at an interval. The interval is _ACCRUE_S or the number of leases times
+# _ACCRUE_LEASE_S, whichever is longer.
 _ACCRUE_S = 0.05
 _ACCRUE_LEASE_S = 0.000_05
 # If more orgs than this are remembered, the schedule looks for orgs that it can forget.
@@ -50,7 +50,7 @@ class _Org:
     shards: set[ShardName] = field(default_factory=set[ShardName])
     # How many of the org's jobs are leased.
     running: int = 0
-    # The shards on which `pick` passes the org over, although it has ready jobs there.
+    # The shards on which `pick` does not pick the org, although the org has ready jobs there.
     passed: set[ShardName] = field(default_factory=set[ShardName])
 
 
@@ -65,8 +65,8 @@ class _Lease:
 
 
 class Pick(NamedTuple):
-    """The org whose job is handed out next, and the shard. `charged_s`: the estimate that the org was charged.
-    `start`: the tag that the org had before."""
+    """The org whose job is handed out next, and the shard. `charged_s`: the estimate that the org was charged. `start`:
+    the tag that the org had before this charge."""
 
     org: OrgId
     shard: ShardName
@@ -82,17 +82,17 @@ class Schedule:
         self._weight_of = weight_of
         self._orgs: dict[OrgId, _Org] = {}
         self._ready = 0
-        # The ready orgs of each shard, ordered by tag. An entry is stale if the org's tag has changed since then, or if
-        # the org is not ready on this shard any more.
+        # The ready orgs of each shard, ordered by tag. An entry is stale if the org's tag has changed since the entry
+        # was added, or if the org is not ready on this shard any more.
         self._heaps: dict[ShardName, list[tuple[float, int, OrgId]]] = {}
         self._turns = itertools.count()
         self._leases: dict[Hashable, _Lease] = {}
         self._estimates: dict[OrgId, float] = {}
         self._mean_s = _FIRST_ESTIMATE_S
         self._accrue_from_s = -math.inf
-        # The highest tag that any org had.
+        # The highest tag that any org has had.
         self._top = 0.0
-        # With more orgs than this, idle orgs at or below the floor are forgotten.
+        # If the schedule remembers more orgs than this, it forgets idle orgs whose tags are not above the floor.
         self._forget_above = _IDLE_KEPT
         self.floor = 0.0
 
@@ -111,7 +111,8 @@ class Schedule:
         return known is not None and bool(known.shards)
 
     def lead(self, org: OrgId) -> float:
-        """Returns how far the org's tag is above the floor, in seconds of virtual time, or 0 if it is not."""
+        """Returns how far the org's tag is above the floor, in seconds of virtual time, or 0 if the tag is not above
+        the floor."""
         known = self._orgs.get(org)
         return 0.0 if known is None else max(0.0, known.tag - self.floor)
 
@@ -156,8 +157,8 @@ class Schedule:
 
     def pick(self, shards: Iterable[ShardName]) -> Pick | None:
         """Returns the org whose job is handed out next, and a shard on which this org has ready jobs. Returns None if
-        no org has ready jobs on these shards. The org is charged its estimate. Call `served` and `began` when the job
-        is handed out, or else `unused`."""
+        no org has ready jobs on these shards. The org is charged its estimate. If the job is then handed out, call
+        `served` and `began`. If not, call `unused`."""
         best: tuple[float, int, OrgId] | None = None
         at: ShardName | None = None
         for shard in shards:
@@ -173,7 +174,8 @@ class Schedule:
 
     def served(self, start: float) -> None:
         """Raises the floor to the start of a pick whose job was found. A pick that finds no job must not raise the
-        floor: its org gets the charge back, and would then be ahead of the orgs that become ready at the floor."""
+        floor: the org of such a pick gets the charge back, and its tag could then be below the floor. The org would be
+        served before the orgs that become ready at the floor."""
         self.floor = max(self.floor, start)
 
     def pass_over(self, org: OrgId, shard: ShardName) -> None:
@@ -190,8 +192,8 @@ class Schedule:
                 self._push(org, known, (shard,))
 
     def turns(self, org: OrgId, *, at_most: int) -> int:
-        """The org has no ready jobs. Returns how many of its jobs would be handed out before the first job of a ready
-        org if it had ready jobs now. Stops counting at `at_most`."""
+        """Call this for an org that has no ready jobs. Returns how many jobs of this org would be handed out before the
+        first job of a ready org, if this org got ready jobs now. Stops counting at `at_most`."""
         others = [first[0] for shard in self._heaps if (first := self._first(shard)) is not None]
         if not others:
             return at_most
@@ -222,8 +224,9 @@ class Schedule:
         if charged_s is None:
             handed = self._orgs.setdefault(org, _Org(self.floor, self._weight_of(org)))
             charged_s = self.estimate_s(org)
-            # If the leases of an org were shorter than estimated, its tag may be below the floor, but only by as much
-            # as its running leases may still give back. The org gets nothing for the time in which it had no jobs.
+            # If the leases of an org were shorter than estimated, its tag may be below the floor. Here the tag is
+            # raised until it is below the floor only by as much as the running leases may still give back. So the org
+            # gains nothing from the time in which it had no jobs.
             unused = self.floor - handed.tag - (handed.running + 1) * charged_s / handed.weight
             self._charge(org, charged_s + max(0.0, unused) * handed.weight)
         known = self._orgs.get(org)
@@ -262,8 +265,8 @@ class Schedule:
     def accrue(self, *, now_s: float) -> None:
         """Ends leases that have expired, and charges orgs for the time that their other leases have lasted beyond the
         estimates. Call this before jobs are handed out: otherwise an org whose jobs suddenly take hours would be
-        charged for them only at their end. Looks at the leases some 20 times a second, or less often if there are
-        thousands of leases."""
+        charged for these hours only when its leases end. Looks at the leases at most 20 times a second, and less often
+        if there are thousands of leases."""
         if now_s < self._accrue_from_s:
             return
         self._accrue_from_s = now_s + max(_ACCRUE_S, len(self._leases) * _ACCRUE_LEASE_S)
@@ -275,8 +278,8 @@ class Schedule:
                 self._charge(known.org, beyond_s)
 
     def reweigh(self) -> None:
-        """Takes over changed weights, also for orgs that wait already: an org's lead over the floor is converted to its
-        new weight."""
+        """Applies changed weights, also to the orgs that are remembered already. The distance of such an org's tag
+        above the floor is converted to the new weight."""
         for org, known in self._orgs.items():
             self._take_weight(org, known)
 
@@ -329,14 +332,14 @@ class Schedule:
         self._mean_s = (1 - _NEW_PART) * self._mean_s + _NEW_PART * lasted_s
 
     def _forget(self) -> None:
-        """Forgets idle orgs at or below the floor. Nothing is lost, because these orgs would start again at the
-        floor."""
+        """Forgets idle orgs whose tags are not above the floor. Nothing is lost, because such an org would start again
+        at the floor in any case."""
         if len(self._orgs) <= self._forget_above:
             return
         kept = {o: known for o, known in self._orgs.items() if known.shards or known.running or known.tag > self.floor}
         idle = [org for org, known in kept.items() if not known.shards and not known.running]
         if len(idle) > _ORGS_MAX:
-            # A forgotten org starts again at the floor, so forget the orgs that are least ahead of the floor.
+            # A forgotten org starts again at the floor, so forget the orgs whose tags are the least above the floor.
             idle.sort(key=lambda org: kept[org].tag)
             for org in idle[: len(idle) // 2]:
                 del kept[org]

@@ -29,8 +29,8 @@ class Backlog:
         self.in_bytes = limit.key.measure is Measure.BACKLOG_BYTES
         self._org = org
         self._counted = 0
-        # Jobs or bytes that this process has let through since the count began, or that the count may have missed. They
-        # are added to `_counted`.
+        # Jobs or bytes that this process has let through since the count began, or that the count may have missed. The
+        # backlog is the sum of this number and `_counted`.
         self._added = 0
         # Jobs or bytes that were let through, but whose enqueue the shard has not answered yet: a count may miss them.
         self._unsettled = 0
@@ -77,7 +77,7 @@ class Backlog:
         return min(self.limit.amount, self._counted + self._added)
 
     async def draw(self, store: Store, lack: int) -> None:
-        """Counts, or waits for the count that is running. Raises NoAnswer."""
+        """Counts the backlog, or waits for the count that is running. Raises NoAnswer."""
         del lack
         if self._counting is None:
             self._counting = asyncio.get_running_loop().create_task(self._count(store))

@@ -1,13 +1,13 @@
 """Buckets of tokens, as one router process knows them (docs/decisions/0045-tokens-are-drawn-in-blocks.md).
 
-Each limit of an org has a bucket on the shard that takes the org's jobs. This process draws tokens from it in blocks. A
-block has the tokens that the present call lacks, and those that the process will need in the next moment at its present
-pace. Tokens that are not used within about a second are given back. If a process dies, the tokens that it has drawn are
-lost: at most one block of each bucket. Tokens are also lost if the connection breaks before the shard has answered:
-then nobody knows whether they were drawn or given back.
+Each limit of an org has a bucket on the shard that takes the org's jobs. This process draws tokens from this bucket in
+blocks. A block has the tokens that the present call lacks. It also has the tokens that the process will need in the
+next moment, if it continues to use tokens at its present pace. Tokens that are not used within about a second are given
+back. If a process dies, the tokens that it has drawn are lost: at most one block of each bucket. Tokens are also lost
+if the connection breaks before the shard has answered: then nobody knows whether these tokens were drawn or given back.
 
-What this process remembers of a bucket is a hint: the most tokens that the bucket may have by now. So a call that
-cannot succeed yet need not ask the shard. The times in this module are differences of this process's own clock.
+For each bucket, this process remembers the most tokens that the bucket may have by now. With this hint, a call that
+cannot succeed yet need not ask the shard. All times in this module come from this process's own clock.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from shard.vocabulary import OrgId, QueueName
 
 _Key: TypeAlias = tuple[OrgId, QueueName]
 
-# A block has the tokens that the process needs for this long.
+# A block has the tokens that the process will probably need within this time.
 _AHEAD_S = 0.5
 # In addition to the tokens that calls lack, a block has at most the tokens that the limit gives in this time. So even
-# all processes together hold few tokens: of a large limit, only a small part of what it gives in a minute.
+# all processes together hold few tokens: for a large limit, only a small part of the tokens that the limit gives in a
+# minute.
 _BLOCK_S_MAX = 0.1
 # The shortest time over which the pace of a process is computed.
 _PACE_S_MIN = 0.01
-# The shortest time between two questions to an empty bucket.
+# The shortest time between two draws from an empty bucket.
 PAUSE_S = 0.05
 # The process gives back tokens that were drawn longer ago than `_HELD_S`. It looks for such tokens every GIVE_BACK_S.
 _HELD_S = 1.0
@@ -55,15 +56,15 @@ class Bucket:
     def __init__(self, org: OrgId, limit: Limit) -> None:
         self.limit = limit
         self.in_bytes = limit.key.measure is Measure.BYTES
-        # What this process has drawn and not used.
+        # The tokens that this process has drawn and not used.
         self.tokens = 0
         # When the latest draw was answered.
         self.drawn_s = 0.0
         # The most tokens that one claim takes.
         self.at_once = limit.amount
-        # How many tokens calls wait for.
+        # How many tokens the waiting calls can use.
         self.waiting = 0
-        # What the shard's bucket had left after the latest draw, and when that draw was sent.
+        # How many tokens the shard's bucket had after the latest draw, and when that draw was sent.
         self.left = math.inf
         self._asked_s = 0.0
         self._org = org
@@ -89,12 +90,13 @@ class Bucket:
     def put_back(self, cost: int) -> None:
         """Undoes a `take`."""
         self.tokens += cost
-        # The tokens may have been taken before the latest draw, which has set `_used` to 0.
+        # `_used` must not fall below 0: the tokens may have been taken before the latest draw, which has set `_used` to
+        # 0.
         self._used = max(0, self._used - cost)
 
     def ready_in_s(self, lack: int, *, within_s: float = math.inf) -> float:
-        """Returns in how many seconds the shard may have this many tokens, at the earliest. `within_s`: the longest
-        time between two questions to the shard; other processes may give tokens back earlier than computed."""
+        """Returns in how many seconds the shard may have `lack` tokens, at the earliest. The result is never later than
+        `within_s` after the shard was last asked, because other processes may give tokens back."""
         if lack <= self.left or self._drawing is not None:
             return 0.0
         after_s = min(max(PAUSE_S, (lack - self.left) / self.limit.tokens_per_s), within_s)
@@ -106,8 +108,8 @@ class Bucket:
         return amount if self.left == math.inf else max(0, min(amount, amount - int(self.left) - self.tokens))
 
     async def draw(self, store: Store, lack: int, wanted: int | None = None) -> None:
-        """Draws what a call lacks, or waits for the draw that is running. `wanted`: how many tokens the call can use;
-        None: only what it lacks. Raises NoAnswer."""
+        """Draws the tokens that a call lacks, or waits for the draw that is running. `wanted`: how many tokens the call
+        can use; None: only those that it lacks. Raises NoAnswer."""
         wanted = lack if wanted is None else wanted
         self.waiting += wanted
         try:
@@ -140,8 +142,8 @@ class Bucket:
         self.tokens += drawn.granted
         self.drawn_s = time.monotonic()
         self.left = drawn.left
-        # If the bucket had too few tokens, do not draw before a call lacks tokens: that would only take them from other
-        # processes.
+        # If the bucket had too few tokens, do not draw again before a call lacks tokens: an early draw would only take
+        # tokens from other processes.
         self._low = ahead // 2 if drawn.granted == wanted else 0
 
     async def look(self, store: Store) -> float:
@@ -149,8 +151,8 @@ class Bucket:
         return (await store.draw(Draw(self._org, self.limit, 0, 0))).left + self.tokens
 
     def give_back_excess(self) -> None:
-        """Gives the tokens back now if they are more than `block_max`, and more than the shard has left for other
-        processes."""
+        """Gives the tokens of this process back now if they are more than `block_max`, and more than the shard has for
+        other processes."""
         if self.tokens > max(self.left, self.block_max) and not self.waiting and self._drawing is None:
             self._run(self._give_back_now())
 
@@ -185,8 +187,8 @@ class Bucket:
                 raise
             finally:
                 if not taken:
-                    # The shard refuses the tokens if it knows a newer limit: `Buckets.replace` then decides what
-                    # becomes of them.
+                    # The shard refuses the tokens if it knows a newer limit: `Buckets.replace` then decides whether to
+                    # keep the tokens.
                     self.tokens += tokens
                     self.left -= tokens
 
@@ -249,8 +251,9 @@ class Buckets:
         return buckets
 
     def _forget(self) -> None:
-        """Forgets buckets without tokens, and then the oldest ones. With each of the oldest ones, at most one block of
-        tokens is lost. Everything else that this process knows of a bucket is a hint."""
+        """Forgets the buckets without tokens. If too many buckets remain, also forgets the oldest ones. For each bucket
+        with tokens that is forgotten, at most one block of tokens is lost. Everything else that this process knows of a
+        bucket is a hint."""
         used = {key: buckets for key, buckets in self._buckets.items() if any(b.tokens or b.waiting for b in buckets)}
         for key in list(used)[: max(0, len(used) - _BUCKETS_MAX // 2)]:
             del used[key]
@@ -266,5 +269,5 @@ async def _return(bucket: Bucket) -> None:
 
 def _terms(limit: Limit) -> tuple[Measure, int, int]:
     """Returns what must not change if a bucket is to keep its tokens: the measure, the amount and the interval of its
-    limit. The org is left out, because a default may replace an org's own limit."""
+    limit. The org of the limit may change, because a default may replace an org's own limit."""
     return limit.key.measure, limit.amount, limit.interval_us

@@ -1,6 +1,6 @@
 """This router's copy of the catalog, which says where each org lives. The copy is refreshed after a NOTIFY, whenever a
-call needs to be sure, and every 3 s. The copy may be old at any time. This is safe, because a shard refuses calls that
-follow a copy which is too old (I6)."""
+call needs the newest placements, and every 3 s. The copy may be old at any time. This is safe, because a shard refuses
+a call that was sent to it because of a copy that is too old (I6)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _LOOK_S_MAX = 5.0
 # A copy that is older than this is not fresh: at least one look (a read of the catalog) has failed.
 _FRESH_S = 10.0
 # How many times longer than a shard the catalog may be silent before it is regarded as unavailable. This process has a
-# single connection to the catalog. While a look runs on it, only a new connection can find out whether the server still
-# answers, and to connect takes long on a busy machine. The long wait affects few calls, because few need the catalog.
+# single connection to the catalog. While a look uses this connection, only a new connection can find out whether the
+# server still answers, and on a busy machine it takes long to connect. The long wait affects few calls, because few
+# calls need the catalog.
 _PATIENCE = 4.0
 # A call that waits for a change looks at the copy again after this pause. Most often a notification ends the pause
 # earlier.
@@ -71,7 +72,7 @@ class CatalogCopy:
         self._changed = asyncio.Event()
         self._listener = Listener(dsn, catalog.CHANNEL, self._hear, application_name="windrow catalog")
         self.database.went_away = self._listener.hang_up
-        # One look serves all calls that asked before it began.
+        # One look serves all calls that asked before the look began.
         self._looks = Coalescer[None, Catalog](
             self._look,
             weight=lambda _: 1,

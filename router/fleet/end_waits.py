@@ -1,5 +1,5 @@
 """Where callers wait for the ends of jobs on one shard, and what wakes them. Waking a caller is only a hint (I7): the
-caller then looks at its job.
+woken caller looks at its job itself.
 
 An ack, a nack or a cancel through this router wakes callers at once. The other routers are told which jobs are awaited,
 and a router that settles an awaited job rings the doorbell. These hints miss some ends (a purge, a death by expiry, a
@@ -24,8 +24,8 @@ from shard.queue.doorbell import Doorbell
 from shard.queue.store import Store
 from shard.vocabulary import JobId, OrgId
 
-# A job is looked at when the wait begins, because it may have ended before the wait was known. The pause until the next
-# look is as long as the wait has lasted, within these bounds.
+# A job is looked at when the wait begins, because the job may have ended before. The pause until the next look is as
+# long as the wait has lasted, within these bounds.
 _LOOK_S_MIN = 0.1
 _LOOK_S_MAX = 2.0
 # The most jobs of one statement, and the pause after it.
@@ -52,7 +52,7 @@ class _Wait:
 
 
 class EndWaits:
-    """The callers of this router that wait for the ends of jobs of one shard. Its owner runs `run`."""
+    """The callers of this router that wait for the ends of jobs of one shard. The owner of this object runs `run`."""
 
     def __init__(self, store: Store, doorbell: Doorbell) -> None:
         self._store = store
@@ -62,14 +62,14 @@ class EndWaits:
         self._looks: list[tuple[float, int, _Wait]] = []
         self._numbers = itertools.count()
         self._came = asyncio.Event()
-        # Jobs that callers of other routers wait for, each with the time until which it is remembered. The earliest
-        # time is first.
+        # Jobs that callers of other routers wait for, each with the time until which this router remembers the job. The
+        # earliest time is first.
         self._elsewhere = OrderedDict[str, float]()
         store.on_settled = self.settled
 
     async def until_ended(self, org: OrgId, job_id: JobId) -> None:
-        """Waits until the job, which was live on this shard, may have ended or left the shard. The caller bounds the
-        time."""
+        """Waits until the job, which was live on this shard, may have ended or left the shard. The caller must set a
+        limit to the time of this wait."""
         loop = asyncio.get_running_loop()
         wait = _Wait(org, to_hex(job_id), loop.time(), loop.create_future())
         waits = self._by_job.setdefault(wait.job, set())
@@ -99,7 +99,7 @@ class EndWaits:
         now_s = asyncio.get_running_loop().time()
         for job in jobs:
             self._elsewhere[job] = now_s + _ELSEWHERE_S
-            # The jobs are in the order of their times.
+            # Keep the jobs in the order of their times.
             self._elsewhere.move_to_end(job)
         while self._elsewhere:
             job, until_s = next(iter(self._elsewhere.items()))

@@ -1,8 +1,8 @@
-"""The shards as this router knows them. The cluster file lists them, and a copy of the catalog says where each org
-lives. Both may change.
+"""The shards as this router knows them. The cluster file lists the shards, and a copy of the catalog says on which
+shard each org lives. The cluster file and the catalog may change.
 
-The copy may be old. If a call goes to the wrong shard, that shard refuses it (I6); the call then waits for a newer copy
-and goes to the right shard. A shard that does not answer affects only the orgs that live on it.
+The copy of the catalog may be old. If a call goes to the wrong shard, that shard refuses the call (I6). The call then
+waits for a newer copy, and goes to the right shard. A shard that does not answer affects only the orgs that live on it.
 """
 
 from __future__ import annotations
@@ -58,18 +58,20 @@ from shard.vocabulary import OrgId, ShardName
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-# How long a call waits for a shard that takes its org's jobs. While a slot moves, no shard takes them for a moment.
+# How long a call waits until a shard takes the new jobs of the call's org. While a slot moves, there is a moment in
+# which no shard takes new jobs of the slot's orgs.
 _UNOWNED_S_MAX = 2.0
 _RETRY_S = 1.0
-# If the catalog's newest mark of a shard is lower than this router's newest mark by more than this number, the catalog
-# was probably restored from a backup.
+# Each router compares the newest mark of a shard in the catalog with the newest mark of that shard that the router
+# knows. If the catalog's mark is lower by more than this number, the catalog was probably restored from a backup.
 _MARKS_LESS_MAX = 20
 _FIRST_TRY_S_MAX = 5.0
 
 
 class Fleet:
-    """All shards of a cluster. Use `run` to open it; every other method needs an open fleet. `sweep_s` is the interval
-    of the sweeps of each shard. `buffer`: the memory for jobs on their way to consumers of sibling processes."""
+    """All shards of a cluster. `run` opens the fleet; every other method needs an open fleet. `sweep_s` is the interval
+    of the sweeps of each shard. `buffer`: the memory for jobs that are on their way to consumers of sibling
+    processes."""
 
     def __init__(self, cluster: Cluster, *, connections_per_shard: int, sweep_s: float, buffer: Buffer) -> None:
         self._cluster = cluster
@@ -84,7 +86,7 @@ class Fleet:
         self.pools = OrgPools(self.shards, lambda org: self.placement(org).reads, self.starts)
         self._members: dict[ShardName, ShardHandle] = {}
         self._by_tag: dict[int, ShardHandle] = {}
-        # The identity that each shard's database was last found to have.
+        # The identity that each shard's database had when it was last checked.
         self._identities: dict[ShardName, Identity | None] = {}
         # The newest mark that each shard's history must contain, according to the catalog (shard/placement/marks.py).
         self._marks: Mapping[ShardName, Mark] = {}
@@ -109,7 +111,7 @@ class Fleet:
                 contacted = [member for member in self._members.values() if member.entry.state is not ShardState.OFF]
                 first_tries = [group.create_task(member.up.wait()) for member in contacted]
                 if first_tries:
-                    # Serve as soon as every shard is up. If one does not come up, serve without it after 5 s.
+                    # Serve as soon as every shard is up. If a shard does not come up within 5 s, serve without it.
                     _, late = await asyncio.wait(first_tries, timeout=_FIRST_TRY_S_MAX)
                     for wait in late:
                         wait.cancel()
@@ -118,7 +120,7 @@ class Fleet:
             await self._catalog.database.close()
 
     async def finish(self) -> None:
-        """Gives unused tokens back, then waits until every shard has ended the calls that it was given."""
+        """Gives unused tokens back, and then waits until the running calls of all shards have ended."""
         await asyncio.gather(self.limits.finish(), self.starts.finish())
         await asyncio.gather(*(member.finish() for member in self._members.values()))
 
@@ -126,7 +128,7 @@ class Fleet:
 
     async def change(self, cluster: Cluster) -> None:
         """Switches to a changed cluster file. Calls in flight run to their end. Raises ClusterFileError if the change
-        is not allowed; then nothing has changed."""
+        is not allowed; in that case nothing has changed."""
         refuse_change(self._cluster, cluster)
         removed = [name for name in self._members if cluster.shard(name) is None]
         if removed:
@@ -134,8 +136,8 @@ class Fleet:
         self._take_up(cluster)
 
     async def _refuse_to_remove(self, removed: Sequence[ShardName], source: str) -> None:
-        """Reads the catalog again. Raises ClusterFileError if one of the shards still holds something or is still asked
-        about older jobs, or if the catalog does not answer."""
+        """Reads the catalog again. Raises ClusterFileError if one of the removed shards still holds something, if it is
+        still asked about older jobs, or if the catalog does not answer."""
         try:
             await self._catalog.look()
         except ShardError as error:
@@ -157,8 +159,8 @@ class Fleet:
 
     def _take_up(self, cluster: Cluster) -> None:
         before, members = self._members, dict[ShardName, ShardHandle]()
-        # Only this loop may fail, because it changes nothing yet. A later error would leave members that were not
-        # started, and former members that were not dismissed.
+        # Only this loop may fail, because it changes nothing yet. After a later error, there would be new members that
+        # were not started, and former members that were not dismissed.
         for entry in cluster.shards:
             member = before.get(entry.name)
             if member is None or not member.goes_on_as(entry):
@@ -213,8 +215,8 @@ class Fleet:
         return member.require_up()
 
     def by_tag(self, tag: int) -> ShardHandle | None:
-        """Returns the shard that a lease token names, or None if the cluster has no such shard. Raises ShardUnavailable
-        unless the shard takes changes."""
+        """Returns the shard with this tag, or None if the cluster has no such shard. Lease tokens contain the tag of
+        their shard. Raises ShardUnavailable unless the shard takes changes."""
         member = self._by_tag.get(tag)
         return None if member is None else member.require_writable()
 
@@ -229,7 +231,7 @@ class Fleet:
         return self._catalog.is_fresh
 
     async def newest_catalog(self) -> Catalog:
-        """Reads the catalog. Returns this router's copy while the catalog does not answer."""
+        """Reads the catalog. If the catalog does not answer, returns this router's copy of the catalog."""
         try:
             return await self._catalog.look()
         except ShardUnavailable:
@@ -248,7 +250,7 @@ class Fleet:
         return self.pools.weights
 
     async def is_current(self, org: OrgId, placement: Placement) -> bool:
-        """Returns whether the org's placement in the catalog is still this one. Raises ShardUnavailable."""
+        """Returns whether the org still has this placement in the catalog. Raises ShardUnavailable."""
         return await self._catalog.is_current(org, placement)
 
     def shards_to_claim_from(self, org: OrgId) -> list[ShardHandle]:
@@ -263,22 +265,23 @@ class Fleet:
         return members
 
     def placed(self, name: ShardName) -> ShardHandle:
-        """Returns a shard that the catalog names. Raises ShardUnavailable if this process has no such shard: another
-        process may have a newer cluster file."""
+        """Returns a shard that the catalog names. Raises ShardUnavailable if this process does not know the shard. This
+        can happen when another process has a newer cluster file."""
         member = self._members.get(name)
         if member is None:
             raise ShardUnavailable(name, "the cluster file of this router does not name it")
         return member
 
     def writer(self, placement: Placement) -> ShardHandle:
-        """Returns the shard that takes an org's new jobs and has its queue configurations."""
+        """Returns the shard that takes the new jobs of an org with this placement, and that has the org's queue
+        configurations."""
         return self.placed(placement.writes[0])
 
     async def read(self, org: OrgId, act: Callable[[ShardHandle], Awaitable[_T]]) -> _T:
         """Runs `act` on the shard that has the org's queue configurations, schedules and workflows. Another shard may
-        have old copies of these, or none. So this function reads the catalog after `act`, and runs `act` again if the
-        org has moved. While the catalog does not answer, no move makes progress, so this router's copy of the catalog
-        is good enough. Raises ShardUnavailable, and every error of `act`."""
+        have old copies of these objects, or no copies. So this function reads the catalog after `act`, and runs `act`
+        again if the org has moved. While the catalog does not answer, no move makes progress, so this router's copy of
+        the catalog is good enough. Raises ShardUnavailable, and every error of `act`."""
         while True:
             placement = self.placement(org)
             try:
@@ -292,8 +295,8 @@ class Fleet:
 
     async def write(self, org: OrgId, act: Callable[[ShardHandle, Placement], Awaitable[_T]]) -> _T:
         """Runs `act` on the shard that takes the org's new jobs. If that shard refuses because the org has moved, waits
-        for a newer placement and tries again. Raises ShardUnavailable, and its subclass PlacementChanging if no shard
-        takes the jobs within 2 s."""
+        for a newer placement and tries again. Raises ShardUnavailable. If no shard takes the jobs within 2 s, the error
+        is the subclass PlacementChanging."""
         give_up_s: float | None = None
         while True:
             placement = self.placement(org)
@@ -310,14 +313,14 @@ class Fleet:
                     raise PlacementChanging(member.name, why) from error
 
     def _revoked(self, shard: ShardName, revocations: Sequence[Revocation]) -> None:
-        """Tells consumers that somebody else has ended their leases of this shard."""
+        """Tells consumers that somebody else has ended leases that they had on this shard."""
         self.revocations.tell(shard, revocations)
         for revocation in revocations:
             self.pools.ended(revocation.leases)
 
     def _elsewhere(self, org: OrgId, name: ShardName) -> list[ShardHandle] | None:
         """Returns the shards other than `name` that may have live jobs of the org. The caller knows that the shard
-        `name` takes the org's jobs. If this router's copy of the catalog does not say so, the copy is old, and the
+        `name` takes the org's new jobs. If this router's copy of the catalog does not say so, the copy is old, and the
         result is None. Raises ShardUnavailable."""
         placement = self.placement(org)
         if name not in placement.writes:
@@ -335,7 +338,8 @@ class Fleet:
             member.room.end_holds()
 
     def _catalog_changed(self, before: Catalog, after: Catalog) -> None:
-        """Wakes the consumers of orgs whose shards have changed: they may have to wait on other shards."""
+        """Wakes the consumers of orgs whose shards have changed, because these consumers may have to wait on other
+        shards now."""
         moved = {
             slot
             for slot, (old, new) in enumerate(zip(before.slots, after.slots, strict=False))
@@ -345,8 +349,8 @@ class Fleet:
         self._wake(lambda org: (slot := after.slot(org)) in moved or slot != before.slot(org))
 
     def _wake_readers_of(self, names: AbstractSet[ShardName]) -> None:
-        """Wakes the consumers on these shards. Does not disturb the consumers on other shards: there may be
-        thousands."""
+        """Wakes the consumers on these shards. Does not wake the consumers on other shards, because there may be
+        thousands of them."""
         self._wake(lambda org: not names.isdisjoint(self.placement(org).reads))
 
     def _wake(self, is_affected: Callable[[OrgId], bool]) -> None:
@@ -359,15 +363,15 @@ class Fleet:
 
     @property
     def catalog_database(self) -> Database:
-        """The catalog's database. It has only one connection, which this router's reads of the catalog use too: run
-        only short statements on it."""
+        """The catalog's database. It has only one connection, and this router's reads of the catalog use this
+        connection too. So run only short statements on it."""
         return self._catalog.database
 
     # ── API keys ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def follow_revocations(self, on_revocations: Callable[[int, float], None]) -> None:
-        """Calls `on_revocations` after each look at the catalog. The arguments are how often API keys have been revoked
-        so far, and the time (by the event loop's clock) at which the look began."""
+        """Calls `on_revocations` after each read of the catalog. The first argument says how often API keys have been
+        revoked so far. The second argument is the time (by the event loop's clock) at which the read began."""
         self._catalog.on_revocations = on_revocations
 
     async def find_api_keys(self, ids: Collection[str]) -> FoundKeys:
@@ -381,13 +385,13 @@ class Fleet:
     # ── Sibling processes ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _consumers(self, name: ShardName) -> Handovers | None:
-        """Returns the Handovers of a shard, which hands jobs over to consumers of this process. None: this process does
-        not reach the shard."""
+        """Returns the object that hands jobs of this shard over to consumers of this process, or None if the shard is
+        not up."""
         member = self._members.get(name)
         return member.handovers if member is not None and member.up.is_set() else None
 
     def _ready(self) -> Iterator[QueueKey]:
-        """Returns all queues for which consumers of this process can be handed jobs."""
+        """Returns all queues whose jobs can be handed over to consumers of this process."""
         for name, member in self._members.items():
             for org, queue in member.room.ready():
                 yield QueueKey(name, org, queue)
@@ -432,8 +436,9 @@ class Fleet:
         name, cluster = database.name, self._cluster
         found = await identity.read(database)
         if found is not None and found == self._identities.get(name):
-            # The database is a known one, perhaps on another server after a fail-over. This path must not need the
-            # catalog, which may be in this same database and fail over with it.
+            # This process knows the database already. The database may be on another server after a fail-over. These
+            # statements must not need the catalog, because the catalog may be in this same database, and then it fails
+            # over too.
             await marks.refuse_lost(database, self._marks.get(name))
             await schema.migrate(database, cluster=cluster.name)
             database.identity = found
@@ -445,10 +450,10 @@ class Fleet:
                 )
             admitted = await identity.admit(database, self._catalog.database, cluster=cluster.name)
             # Read the catalog again before slots are granted. With an old copy, this router could grant slots that have
-            # left the shard since the last look, and a new database would not refuse them.
+            # left the shard since the copy was read, and a new database would not refuse these slots.
             await self._catalog.look()
-            # Tell the database which orgs are pinned to this shard: an empty database that replaces a lost one does not
-            # know them.
+            # Tell the database which orgs are pinned to this shard, because an empty database that replaces a lost one
+            # does not know these orgs.
             if not await pins.adopt(database, await pins.read_on(self._catalog.database, name)):
                 raise ShardUnavailable(name, "its queues are being changed")
             self._identities[name] = admitted
@@ -463,8 +468,8 @@ class Fleet:
     def _marked(self, marks: Mapping[ShardName, Mark]) -> None:
         """Takes over the marks that the catalog has confirmed."""
         for name, mark in marks.items():
-            # A mark that is only a few numbers lower is no problem: this look at the catalog may have begun before this
-            # router last confirmed a mark.
+            # A mark that is only a few numbers lower is no problem, because this read of the catalog may have begun
+            # before this router last confirmed a mark.
             if name in self._marks and self._marks[name].number - mark.number > _MARKS_LESS_MAX:
                 _log.error(
                     "the catalog knows mark %d of shard %r, and knew %d: was it restored from a backup? See "
@@ -476,14 +481,15 @@ class Fleet:
             member.must_have(marks.get(name))
 
     async def _confirm(self, name: ShardName, made: Made) -> bool:
-        """Records a mark in the catalog. Returns whether it did."""
+        """Records a mark in the catalog. Returns whether the mark was recorded."""
         if not await marks.confirm(self._catalog.database, name, made):
             return False
         self._marked({**self._marks, name: Mark(made.number, made.token)})
         return True
 
     async def _proved(self, member: ShardHandle) -> None:
-        # If the catalog is in this shard's database, use the DSN and the identity that were just verified.
+        # If the catalog is in this shard's database, use the DSN and the identity that were just verified for the
+        # catalog too.
         if self._cluster.catalog_shard == member.name:
             self._catalog.database.identity = self._identities[member.name]
             await self._catalog.reconnect(member.dsn)

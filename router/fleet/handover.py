@@ -21,7 +21,8 @@ from shard.queue.store import Store
 from shard.vocabulary import PRIORITY_DEFAULT, Lease, NewJobs, OrgId, QueueName
 
 # Jobs with these columns are not handed over, but claimed. The first four columns set times that an insert with a lease
-# does not look at. Jobs with dedup keys are often known already, and a known job is not leased.
+# does not look at. The last two columns are dedup keys: jobs with these keys are often stored already, and then they
+# are not leased.
 _CLAIMED_COLUMNS = ("run_at_us", "delay_us", "expires_at_us", "max_runtimes_us", "dedup_keys", "live_keys")
 # Jobs with larger payloads are not handed over either.
 _PAYLOAD_BYTES_MAX = 16 * 1024
@@ -42,13 +43,13 @@ class Handovers:
         return deal(self._room.queue(org, queue), org, sizes) if self._room.gives else []
 
     async def offer(self, jobs: NewJobs) -> Handover | None:
-        """Chooses waiting consumers for new jobs. Returns None if no consumer can take any of them. Offered jobs count
-        against the consumers' credit until the handover is done.
+        """Chooses waiting consumers for new jobs. Returns None if no consumer can take any of these jobs. Offered jobs
+        count against the consumers' credit until the handover is done.
 
         Consumers of this process come first: those of the org, then those of all orgs. Siblings are asked only if these
         consumers are too few. If a limit of starts applies to a queue, its jobs are offered only to consumers of this
-        process, and only as many as this process has already drawn tokens for. All other jobs of the queue are claimed.
-        If a limit of jobs in flight applies to a queue, all its jobs are claimed."""
+        process, and at most as many jobs as this process has tokens for. All other jobs of the queue are claimed. If a
+        limit of jobs in flight applies to a queue, all its jobs are claimed."""
         if self._room.is_empty and not self._pools.any and not self._siblings.any_ready():
             return None
         dealt: list[tuple[Share, Sequence[int]]] = []
@@ -155,7 +156,7 @@ def _handed_positions(jobs: NewJobs) -> Sequence[int]:
     claimed: set[int] = set()
     for name in _CLAIMED_COLUMNS:
         claimed.update(getattr(jobs, name))
-    # `jobs` is empty if the jobs of a call are all known already.
+    # `jobs` is empty if all jobs of a call have been stored before.
     if max(map(len, jobs.payloads), default=0) > _PAYLOAD_BYTES_MAX:
         claimed.update(at for at, payload in enumerate(jobs.payloads) if len(payload) > _PAYLOAD_BYTES_MAX)
     return [at for at in range(len(jobs)) if at not in claimed] if claimed else range(len(jobs))

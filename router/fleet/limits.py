@@ -14,21 +14,22 @@ from shard.limits import ALL_QUEUES, BACKLOG, ENQUEUED, Limit, LimitTable
 from shard.queue.store import Store
 from shard.vocabulary import NewJobs, OrgId, QueueName
 
-# How many times a call asks the shard, at most. A call asks again if other calls have taken the tokens that it drew.
+# A call draws tokens at most this many times. It draws again if other calls have taken the tokens that it drew.
 _TRIES_MAX = 20
 
 
-# A bucket or backlog, the positions of the jobs of a call that cost tokens of it (None: all of them), and the number of
-# tokens. A plain tuple is quick to make, and each call to a limited org makes some.
+# What a call costs in one bucket or backlog. The fields are the bucket or backlog, the positions of the jobs that cost
+# tokens of it (None: all jobs of the call), and the number of tokens. This is a plain tuple because a tuple is quick to
+# make, and each call to a limited org makes several.
 _Cost: TypeAlias = tuple[Bucket | Backlog, Sequence[int] | None, int]
-# The process remembers this many backlogs. If there are more, it forgets those that it can count again.
+# When the process remembers this many backlogs, it forgets those that it can count again.
 _BACKLOGS_MAX = 20_000
 
 
 class Charge:
     """The tokens that a call has used. The block `with charge:` is the part of the call that stores jobs. If the block
-    ends with an error that says for certain that nothing was stored, the tokens are put back. After other errors they
-    are not put back."""
+    ends with an error that says for certain that nothing was stored, the tokens are put back. After other errors the
+    tokens are not put back."""
 
     __slots__ = ("_costs", "_jobs")
 
@@ -84,7 +85,7 @@ class Limits(Buckets):
 
     async def charge(self, store: Store, jobs: NewJobs, *, independent: bool) -> Charge:
         """Uses the tokens that these jobs cost, in all buckets of their org and queues. `independent`: each job may be
-        stored without the others. Raises LimitReached, NoAnswer; no tokens are used then."""
+        stored without the others. Raises LimitReached or NoAnswer; then no tokens are used."""
         costs = self._costs(jobs)
         if not costs:
             return Charge(costs, jobs)
@@ -95,7 +96,7 @@ class Limits(Buckets):
                 for bucket, _, tokens in costs:
                     bucket.take(tokens, store)
                 return Charge(costs, jobs)
-            # If any bucket refuses the call, draw from none.
+            # If one bucket refuses the call, draw from no bucket.
             worst = max(short, key=_wait_s)
             if _wait_s(worst) > 0:
                 break
@@ -149,14 +150,16 @@ def _reached(
     retry_after_s = bucket.ready_in_s(asked - bucket.tokens) if asked <= limit.amount else None
     if independent:
         each = {at: _cost(bucket, jobs, [at]) for at in positions}
-        # If there are jobs that no later call could store, refuse only these: waiting does not help them.
+        # If there are jobs that no later call could store, refuse only these jobs, because for them it does not help to
+        # wait.
         positions = [at for at in positions if each[at] > limit.amount]
         if positions:
             asked, retry_after_s = max(each[at] for at in positions), None
         else:
             positions = _without_room(each, min(limit.amount, bucket.tokens + bucket.left))
             asked = min(each[at] for at in positions)
-            # Compute the wait as if no tokens were left: the jobs that are not refused take what is left now.
+            # Compute the wait as if no tokens were left, because the jobs that are not refused take the tokens that are
+            # left now.
             retry_after_s = max(PAUSE_S, asked / limit.tokens_per_s if limit.interval_us else bucket.ready_in_s(asked))
     if retry_after_s is not None:
         # The shard rounds differently, so a caller that calls again at once could still be too early.
@@ -167,8 +170,8 @@ def _reached(
 
 
 def _without_room(each: Mapping[int, int], room: float) -> list[int]:
-    """Gives `room` to the jobs in their order, as far as they fit. Returns the positions of those that do not fit, or
-    the last position if all fit."""
+    """Goes through the jobs in their order, and subtracts from `room` the tokens of each job that still fits. Returns
+    the positions of the jobs that do not fit, or the last position if all jobs fit."""
     left: list[int] = []
     for at, tokens in each.items():
         if tokens <= room:
@@ -179,7 +182,7 @@ def _without_room(each: Mapping[int, int], room: float) -> list[int]:
 
 
 def _cost(bucket: Bucket | Backlog, jobs: NewJobs, positions: Collection[int] | None = None) -> int:
-    """Returns how many tokens of this bucket the jobs at these positions cost. None: all jobs."""
+    """Returns how many tokens of this bucket the jobs at these positions cost. `positions` None: all jobs."""
     if not bucket.in_bytes:
         return len(jobs.ids if positions is None else positions)
     payloads, attributes = jobs.payloads, jobs.attributes

@@ -1,8 +1,8 @@
 """A pool: the consumers of this process that take the same queues for all orgs. The pool decides whose jobs its
 consumers get (router/fair/schedule.py), claims these jobs, and measures how long each org keeps the consumers busy.
 
-One claim at a time runs on each shard, for up to 64 orgs. So a shard that answers slowly delays only the orgs that live
-on it.
+Each shard has its own claims: one at a time, for up to 64 orgs. So a shard that answers slowly delays only the orgs
+that live on it.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from shard.vocabulary import Lease, OrgId, QueueName, ShardName
 
 _log = logging.getLogger(__name__)
 
-# How many orgs and how many requests one claim may have.
+# The most orgs and the most requests of one claim.
 _ORGS_MAX = 64
 _REQUESTS_MAX = 64
-# At most this many ready orgs are remembered. The walk finds the others when there is room again.
+# At most this many ready orgs are remembered. A walk finds the other ready orgs when there is room again.
 _READY_MAX = 100_000
 # How long an org waits if this process has no memory for its jobs, or if its claim has failed.
 _ASIDE_S = 0.1
-# How long a limit of starts may hold jobs back before the pool looks at the limit again: it may have changed.
+# How long a limit of starts may hold jobs back before the pool looks at the limit again, because the limit may have
+# changed.
 _HELD_S_MAX = 1.0
 
 
 class PoolConsumer(Recipient, Protocol):
-    """A consumer of all orgs, as its pool sees it."""
+    """A consumer that takes jobs of all orgs, as its pool sees it."""
 
     def take(self, jobs: Delivery) -> None:
         """Takes claimed jobs. The consumer's credit has been reduced already."""
@@ -57,10 +58,10 @@ class _Request:
 
     org: OrgId
     consumer: PoolConsumer
-    # How many seconds of virtual time the org was charged when these jobs were picked (router/fair/schedule.py).
+    # How many seconds the org was charged when these jobs were picked (router/fair/schedule.py).
     charged_s: float
     jobs: int
-    # The start of the pick of each job.
+    # The `start` of each job's Pick (router/fair/schedule.py).
     starts: list[float]
     # The queues that may have ready jobs. A queue is removed when a limit holds its jobs back.
     queues: set[QueueName]
@@ -89,11 +90,12 @@ class OrgPool:
         self.schedule = Schedule(weight_of)
         self._shards = shards
         self._reads = reads
-        # `_next_consumer` removes a consumer from `able` if it has no credit, or if its client does not read.
+        # `_next_consumer` removes a consumer from `able` if the consumer has no credit, or if its client does not read.
         self._waiting = AwaitedQueue[PoolConsumer]()
         # The queues that may have ready jobs, by org and shard.
         self._ready: dict[OrgId, dict[ShardName, set[QueueName]]] = {}
-        # How many claims of each org are tried again later. An org with such a claim has older jobs.
+        # How many failed or held-back claims of each org wait for another try. An org with such a claim has older jobs,
+        # and these jobs come before its new ones.
         self._aside = Counter[OrgId]()
         # The shards on which a claim runs.
         self._claiming: set[ShardName] = set()
@@ -125,7 +127,8 @@ class OrgPool:
         """Keeps places for new jobs of an org with payloads of these sizes, unless older jobs of the org may wait. If
         jobs of other orgs wait, only as many new jobs get places as the schedule would hand out before the jobs of the
         other orgs."""
-        # `found` remembers at most _READY_MAX ready orgs. If there are so many, this org may have older jobs too.
+        # `found` remembers at most _READY_MAX ready orgs. If that many are remembered, this org may have older jobs
+        # although it is not among them.
         if self.schedule.is_ready(org) or org in self._aside or len(self._ready) >= _READY_MAX:
             return []
         return deal(self._waiting, org, sizes[: self.schedule.turns(org, at_most=len(sizes))])
@@ -235,7 +238,7 @@ class OrgPool:
                     if full:
                         shards.discard(shard)
                     else:
-                        # The org has moved away. If any of its jobs are left on this shard, they are strays.
+                        # The org has moved to another shard. If this shard still has jobs of the org, they are strays.
                         self._take_queues(org, shard)
                         self.schedule.idle(org, shard)
                     continue
@@ -268,8 +271,9 @@ class OrgPool:
         return None
 
     def _reserve(self, shard: ShardName, requests: Iterable[_Request]) -> list[_Request]:
-        """Reserves the memory that the jobs may take, from the shares of their orgs, before the jobs are leased. If an
-        org's share has no room, its request waits for a moment, and the other requests continue."""
+        """Reserves the memory that the jobs may take, before the jobs are leased. The memory belongs to the shares of
+        the jobs' orgs. If an org's share has no room, the org's request waits for a moment, and the other requests
+        continue."""
         reserved: list[_Request] = []
         for request in requests:
             size, account = bytes_most(request.jobs), request.consumer.account_of(request.org)
@@ -299,8 +303,8 @@ class OrgPool:
             self._aside[org] -= 1
             if not self._aside[org]:
                 del self._aside[org]
-            # If the shard is away or removed by now, its orgs are found again when it comes back. Until then they must
-            # not count as ready: new jobs of an org that counts as ready are not handed over.
+            # If the shard is away or removed by now, its orgs are found again when the shard answers again. Until then
+            # these orgs must not count as ready, because new jobs of an org that counts as ready are not handed over.
             member = self._shards().get(shard)
             if member is not None and member.up.is_set():
                 for queue in queues:
@@ -357,18 +361,18 @@ class OrgPool:
                 if await member.room.hold_if_full(request.org, queues, part.in_flight):
                     request.queues.difference_update(queues)
                 else:
-                    # Another request of the org may have found these queues full before, and removed them: add them
-                    # again.
+                    # Another request of the org may have removed these queues, because a limit of jobs in flight held
+                    # their jobs back: add the queues again.
                     request.queues.update(queues)
-            # If this claim has used up its permit, the next permit may be larger.
+            # If this claim has used up its permit, there may be more jobs, and the next permit may be larger.
             is_more = is_more or claimed.result.cut or (not claimed.is_short and claimed.max_jobs < room)
         self._limit_next(request, is_limited=is_limited)
         return is_more or request.got == request.jobs
 
     def _limit_next(self, request: _Request, *, is_limited: bool) -> None:
         """Decides how many jobs the org's next claim asks for. A claim keeps a place for each job that it asks for, and
-        new jobs of other orgs get no place meanwhile. If a limit holds the org's jobs back, most of these places would
-        stay empty. So the next claim then asks for twice as many jobs as this one got."""
+        new jobs of other orgs cannot get these places meanwhile. If a limit holds the org's jobs back, most of these
+        places would stay empty. So the next claim then asks for twice as many jobs as this one got."""
         self._at_once.pop(request.org, None)
         if is_limited:
             make_room(self._at_once, _READY_MAX)
@@ -377,7 +381,8 @@ class OrgPool:
     def _claimed(
         self, member: ShardHandle, requests: Sequence[_Request], results: Sequence[bool | BaseException]
     ) -> None:
-        """Takes back the credit and the charges of jobs that did not come, and notes which orgs may have more jobs."""
+        """Gives back the credit and the charges of jobs that did not come, and records which orgs may have more
+        jobs."""
         shard = member.name
         # Whether the queues of each org may have more jobs.
         more: dict[OrgId, bool] = {}
@@ -400,8 +405,8 @@ class OrgPool:
                 for queue in queues[org]:
                     self.found(shard, org, queue)
             elif not away:
-                # If many orgs are ready, each claim takes few jobs of an org, and most orgs have no more jobs after it.
-                # So probe first: a probe is cheaper than a claim that finds nothing.
+                # If many orgs are ready, each claim takes few jobs of an org, and most orgs have no more jobs after the
+                # claim. So probe first: a probe is cheaper than a claim that finds nothing.
                 member.ready_orgs.emptied(org, queues[org])
             if not self._is_found(org, shard):
                 self.schedule.idle(org, shard)

@@ -1,5 +1,5 @@
-"""The pools of this process (router/fleet/org_pool.py), by the queues that their consumers take for all orgs; and the
-watchers, which only want to know when queues of any org may have ready jobs."""
+"""The pools of this process (router/fleet/org_pool.py): one for each set of queues that consumers take for all orgs.
+Also the watchers of all orgs: they take no jobs, and only want to know when a queue of any org may have ready jobs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shard.admin.weights import Weights
 from shard.queue.store import Store
 from shard.vocabulary import Lease, OrgId, QueueName, ShardName
 
-# How long a pool without consumers is kept at most. Such a pool is kept because streams end from time to time, and
-# their consumers come back.
+# How long a pool without consumers is kept at most. Such a pool is kept because streams end from time to time, and then
+# their consumers connect again.
 _KEPT_S = 60.0
 
 
@@ -80,7 +80,7 @@ class OrgPools:
                 member.ready_orgs.leave([queue])
 
     def enter(self, consumer: PoolConsumer) -> OrgPool:
-        """Adds a consumer to the pool of its queues."""
+        """Adds a consumer to the pool of its queues, and returns the pool."""
         key = tuple(sorted(consumer.queues))
         pool = self._pools.get(key)
         if pool is None:
@@ -136,8 +136,8 @@ class OrgPools:
             watcher.wake()
 
     def room(self, queue: QueueName, jobs: int) -> int:
-        """Returns for how many jobs of this queue consumers of all orgs have room. Each pool stops counting at
-        `jobs`."""
+        """Returns for how many jobs of this queue the consumers that take jobs of all orgs have room. Each pool stops
+        counting at `jobs`."""
         return sum(pool.room(jobs) for pool in self._by_queue.get(queue, ()))
 
     def deal(self, org: OrgId, queue: QueueName, sizes: Sequence[int]) -> list[Share]:

@@ -22,9 +22,10 @@ from shard.vocabulary import Micros, OrgId, QueueId, QueueName
 
 # How many queues one statement of a walk covers. Such a statement takes about 5 ms.
 _STEP_QUEUES = 500
-# How long all statements of one sweep together may walk.
+# How long one sweep may walk, in all its statements together.
 _SWEEP_S = 0.060
-# The pause after a probe, and the pause after a failure. The next probe covers all queues that are added until then.
+# The pause after a probe, and the pause after a failure. The next probe covers all queues that are added during the
+# pause.
 _PAUSE_S = 0.010
 _FAILED_PAUSE_S = 0.5
 # A job is not remembered if it falls due only after the time of this many sweeps and two whole walks: a later sweep
@@ -37,7 +38,7 @@ _QUEUES_MAX = 100_000
 
 @dataclass(slots=True)
 class _Name:
-    """A queue name that is taken for all orgs."""
+    """A queue name that consumers of this process take for all orgs."""
 
     # None: as far as this process knows, no queue of the shard has this name yet.
     name_id: int | None = None
@@ -46,7 +47,7 @@ class _Name:
     # Whether a walk has reached the end since a consumer first took this name, and since hints were last lost.
     walked: bool = False
     walk_began_s: float = 0.0
-    # How long the last walk took from one end to the other.
+    # How long the last whole walk took.
     cycle_s: float = 0.0
 
 
@@ -80,7 +81,7 @@ class ReadyOrgs:
     # ── What is taken for all orgs ───────────────────────────────────────────────────────────────────────────────────
 
     def serve(self, queues: Iterable[QueueName]) -> None:
-        """Finds the orgs of these queues from now on."""
+        """From now on, finds the orgs that have ready jobs in these queues."""
         for queue in queues:
             self._names.setdefault(queue, _Name())
         self._find_names = True
@@ -96,7 +97,7 @@ class ReadyOrgs:
 
     def walk_again(self) -> None:
         """Walks over all queues from the beginning, because hints may have been lost."""
-        # New objects, because a step that runs now sets the fields of the old ones when it ends.
+        # Make new objects, because a step that runs now sets the fields of the old objects when it ends.
         self._names = {queue: replace(name, after=None, walked=False) for queue, name in self._names.items()}
         self._find_names = bool(self._names)
         self._others.clear()
@@ -106,8 +107,8 @@ class ReadyOrgs:
     # ── Hints ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def rang(self, numbers: Collection[QueueId] | None) -> None:
-        """Looks for jobs of these queues. Call this when they may have new jobs, also jobs that are due later.
-        `numbers` is None if any queue may have new jobs."""
+        """Looks for jobs of these queues. Call this when these queues may have new jobs, including jobs that are due
+        later. `numbers` is None if any queue may have new jobs."""
         if not self._names:
             return
         if numbers is None:
@@ -122,7 +123,8 @@ class ReadyOrgs:
                     self._others.clear()
                 self._others.add(name_id)
                 if any(name.name_id is None for name in self._names.values()):
-                    # This may be the first queue that has one of the names that this process takes.
+                    # This may be the first queue with one of the names that this process takes: look for the ids of
+                    # these names again.
                     self._find_names = True
         if len(self._to_probe) > _QUEUES_MAX:
             self._to_probe.clear()
@@ -132,7 +134,7 @@ class ReadyOrgs:
 
     def stored(self, org: OrgId, queue: QueueName, *, later: bool) -> None:
         """Call this when this process has stored jobs of a queue that is taken for all orgs. `later` says that some of
-        them may be due later."""
+        these jobs may be due later."""
         numbers = self._store.names.known(org, [queue])
         if later and numbers:
             self.rang(numbers)
@@ -201,7 +203,7 @@ class ReadyOrgs:
         self._expect(due.now, [Found(number, names[number][0], due.first[number]) for number in names])
 
     async def sweep(self) -> None:
-        """Continues the walks, and so finds the jobs that every hint has missed. Raises ShardUnavailable."""
+        """Continues the walks, and so finds the jobs that all hints have missed. Raises ShardUnavailable."""
         names = [(queue, name) for queue, name in self._names.items() if name.walked]
         if any(name.name_id is None for name in self._names.values()):
             self._find_names = True
@@ -266,6 +268,6 @@ class ReadyOrgs:
             if self._due_s.get(number) == due_s:
                 del self._due_s[number]
                 fallen.add(number)
-        # Probe these queues, because the answer names their orgs.
+        # Probe these queues, because the answer to the probe names their orgs.
         self.rang(fallen)
         self._set_timer()

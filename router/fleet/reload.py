@@ -32,8 +32,9 @@ class Refusal:
 
 
 class Reloader:
-    """`cluster` is the cluster file in use, since the time `since`. `refusal` is set while the file on disk is refused.
-    `check` raises ClusterFileError if the file has an error in a table that takes effect only when a router starts."""
+    """`cluster` is the cluster file in use, and it has been in use since the time `since`. `refusal` is set while the
+    file on disk is refused. `check` raises ClusterFileError if the file has an error in a table that takes effect only
+    when a router starts."""
 
     def __init__(
         self,

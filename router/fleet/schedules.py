@@ -1,6 +1,6 @@
 """Fires the schedules of one shard. Every other router does this too. A router looks for due schedules when the next
 schedule is due, when a schedule was changed, and at the interval of the sweeps. These times are only hints (I7): the
-shard decides what is due (shard/schedules/due_schedules.py).
+shard decides which schedules are due (shard/schedules/due_schedules.py).
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ async def have_ended(shards: Sequence[OtherShard], org: OrgId, job: JobId) -> bo
 
 
 class Scheduler:
-    """`may_fire`: whether the shard's state lets it store jobs. `elsewhere`: the other shards that may have live jobs
-    of an org; None: they are not known now. While no schedule is due, the shard is asked every `sweep_s` seconds for
-    the earliest schedule, or more rarely if the shard has none. Each such question reads one index entry."""
+    """`may_fire` returns whether the shard's state allows new jobs. `elsewhere` returns the other shards that may have
+    live jobs of an org, or None if these shards are not known now. While no schedule is due, the shard is asked every
+    `sweep_s` seconds for the earliest schedule, or more rarely if the shard has none. Each such question reads one
+    index entry."""
 
     def __init__(
         self,

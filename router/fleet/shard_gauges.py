@@ -24,8 +24,8 @@ from shard.health.signs import Signs
 from shard.placement.catalog import Holding
 from shard.vocabulary import ShardName
 
-# The interval at which the figures are read, and how old the count of jobs may be at that time. A count of jobs that
-# another router made less than this long ago is used again, so that one count serves all routers.
+# The interval at which the figures are read, and how old the count of jobs may be at that time. If another router has
+# made a count that is not older than this, its count is used, so that one count serves all routers.
 _EVERY_S, _AGE_US_MAX = 60.0, 45_000_000
 # How long figures are shown if no process replaces them.
 _SHOWN_S = 180.0

@@ -52,13 +52,13 @@ _FINISH_S_MAX = 3.0
 
 
 class ShardHandle:
-    """A shard, for as long as the cluster file names it. It is not contacted before `start`.
+    """A shard that the cluster file names. This router does not contact the shard before `start` is called.
 
-    `prove` prepares a database for use, and raises a ShardError if it is not the database of this shard. `proved` is
+    `prove` prepares a database for use, and raises a ShardError if the database is not that of this shard. `proved` is
     called when the shard can be used, and again when another DSN has come into use. `confirm` records a mark of the
-    shard's history in the catalog, and returns whether it did. `revoked` is called with the leases of this shard that
-    were ended by somebody other than their consumer, through this router or another one. `elsewhere` returns the other
-    shards that may have live jobs of an org, or None if this router does not know them.
+    shard's history in the catalog, and returns whether the mark was recorded. `revoked` is called with the leases of
+    this shard that were ended by somebody other than their consumer, through this router or another one. `elsewhere`
+    returns the other shards that may have live jobs of an org, or None if this router does not know them.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class ShardHandle:
     ) -> None:
         # The shard's entry in the current cluster file.
         self.entry = entry
-        # The DSN in use. A new DSN of the entry is taken over once a check has found that it leads to this shard.
+        # The DSN in use. A new DSN of the entry comes into use as soon as a check has found that it leads to this
+        # shard.
         self.dsn = entry.dsn
         self.up = asyncio.Event()
         # Why the shard is not up, or why its new DSN is not in use yet; empty if there is no such problem.
@@ -202,8 +203,8 @@ class ShardHandle:
             self._keeping = group.create_task(self._keep())
 
     def goes_on_as(self, entry: ShardEntry) -> bool:
-        """Returns whether `update` can apply the new entry. If not, a new handle must replace this one: the state
-        changes from or to off, or the DSN changes before the shard was ever up."""
+        """Returns whether `update` can apply the new entry. If not, a new handle must replace this one. That is so if
+        the state changes from or to off, or if the DSN changes before the shard was ever up."""
         same_contact = (self.entry.state is ShardState.OFF) == (entry.state is ShardState.OFF)
         return same_contact and (self.up.is_set() or self.entry.dsn == entry.dsn)
 
@@ -226,14 +227,14 @@ class ShardHandle:
         for task in (self._keeping, self._switching, self._checking):
             if task is not None:
                 task.cancel()
-        # The woken consumers wait on the other shards of their orgs, or fail if there is none.
+        # The consumers that are woken wait on the other shards of their orgs, or fail if there are no other shards.
         self.room.wake_all()
         self.ends.wake_all()
         self._pools.lost(self.name)
 
     def must_have(self, mark: Mark | None) -> None:
-        """Requires this mark, which the catalog has confirmed, in the shard's history. Checks every connection that is
-        made from now on, and the connections that were made since the last call."""
+        """Requires that the shard's history contains this mark, which the catalog has confirmed. Checks this on every
+        connection that is made from now on, and on the connections that were made since the last call."""
         for database in self._databases:
             database.mark = mark
         if mark is None or not self.up.is_set() or (self._checking is not None and not self._checking.done()):
@@ -258,7 +259,7 @@ class ShardHandle:
             self._admin_database.newest_migration = self._queue_database.newest_migration
             record_time = self._where_allowed(self.store.clock.record)
             await attempt(f"look at the clock of shard {self.name!r}", record_time)
-            # The first claim must not take jobs of quarantined kinds.
+            # Read the quarantined kinds before the first claim, which must not take jobs of these kinds.
             await attempt(f"read the quarantined kinds of shard {self.name!r}", self.store.quarantine.refresh)
             self.up.set()
             await self._proved(self)
@@ -298,8 +299,8 @@ class ShardHandle:
             self._workflows_wait.set()
 
     async def _sweep_workflows(self) -> None:
-        """Sweeps the workflows each time a sweep of the lanes has found that workflows wait for this. This is a task of
-        its own, because the lanes must not wait for hundreds of workflows."""
+        """Sweeps the workflows each time a sweep of the lanes has found that workflows need it. Runs in a task of its
+        own, because the lanes must not wait for hundreds of workflows."""
         what, sweep = f"sweep the workflows of shard {self.name!r}", self._where_allowed(self._workflow_sweep.sweep)
         failing = False
         while True:
@@ -337,7 +338,8 @@ class ShardHandle:
             await attempt(what, self.store.quarantine.refresh)
 
     async def _record_consumers(self) -> None:
-        """Writes which consumers were seen, for ExplainJob. Writes nothing while no consumer is there."""
+        """Writes to the shard which consumers were seen, because ExplainJob reads this. Writes nothing while there is
+        no consumer."""
         seen = self.store.consumers_seen
         what, write = f"record the consumers of shard {self.name!r}", self._where_allowed(seen.write)
         failing = False
@@ -347,8 +349,8 @@ class ShardHandle:
             await asyncio.sleep(consumers_seen.PAUSE_S)
 
     async def finish(self) -> None:
-        """Waits until the running calls have ended. Some of them release jobs that reached no consumer. Waits also
-        until other routers have been notified of these releases. Waits at most 3 s."""
+        """Waits until the running calls have ended. Some of these calls release jobs that reached no consumer. So this
+        method also waits until other routers have been notified of these releases. It waits at most 3 s."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FINISH_S_MAX):
                 await self.store.finish()
@@ -382,8 +384,8 @@ class ShardHandle:
                 self._unconfirmed = None
                 covered = confirmed and earlier is None
                 if not confirmed:
-                    # The catalog may know a mark that this database lacks: compare the two after the next look at the
-                    # catalog.
+                    # The catalog may know a mark that this database lacks: compare the catalog and the database after
+                    # the next read of the catalog.
                     self._queue_database.reconnected = True
         finally:
             if not covered:
@@ -398,22 +400,22 @@ class ShardHandle:
                 database.reconnected = True
                 raise
             if comparison.lost:
-                # Break all connections. New ones are checked, and refused while they lead to a database without the
-                # mark.
+                # Close all connections. New connections are checked, and are refused while they lead to a database
+                # without the mark.
                 for lost in self._databases:
                     lost.hang_up()
                 return
 
     async def _switch(self, dsn: str) -> None:
-        """Switches to another DSN after a check that it leads to the same shard. Until then the old DSN stays in
-        use."""
+        """Switches to another DSN as soon as a check has found that it leads to the same shard. Until then the old DSN
+        stays in use."""
         candidate = Database(self.name, dsn, connections=1)
         try:
             await candidate.open()
             await self._until_proved(candidate, "its new DSN is not in use yet: ")
         finally:
             await candidate.close()
-        # From here on the switch must not be cancelled, even if the file changes again.
+        # From here on the switch must not be cancelled, even if the cluster file changes again.
         self._switching = None
         self.dsn = dsn
         self._doorbell.reconnect(dsn)
@@ -424,8 +426,8 @@ class ShardHandle:
         _log.info("shard %r is reached by its new DSN", self.name)
 
     async def _until_proved(self, database: Database, prefix: str) -> None:
-        """Calls `prove` every second until it accepts the database. `trouble`, and the log line about a ShardError,
-        begin with `prefix`."""
+        """Calls `prove` every second until it accepts the database. `self.trouble` begins with `prefix`, and so does
+        the log line about a ShardError."""
         logged = ""
         while True:
             try:

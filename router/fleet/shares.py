@@ -86,7 +86,7 @@ def _willing(awaited: AwaitedQueue[_W], most: int) -> list[_W]:
 
 
 def _first_bytes(sizes: Sequence[int]) -> int:
-    """Returns how many of these jobs go into one answer. As in a claim, the job that reaches the limit is the last."""
+    """Returns how many of these jobs fit into one answer. As in a claim, the job that reaches the limit is the last."""
     room = CLAIM_BYTES_MAX
     for count, size in enumerate(sizes):
         if room <= 0:

@@ -2,12 +2,12 @@
 (docs/decisions/0049-starts-are-held-back.md), and how many may be leased at a time
 (docs/decisions/0052-leases-in-flight-are-counted.md).
 
-A limit of starts refuses nothing: it holds jobs back. A claim of a queue with such a limit takes tokens first, then
-leases at most that many jobs, and puts back the tokens that it did not use. While there are no tokens, the queue counts
-as a queue without due jobs.
+A limit of starts refuses nothing: it holds jobs back. A claim of a queue with such a limit first takes tokens. Then it
+leases at most one job for each token, and puts back the tokens that it did not use. While there are no tokens, the
+queue counts as a queue without due jobs.
 
-A limit of jobs in flight is enforced by the claim itself, on the shard. This module only says which limits a claim
-obeys.
+A limit of jobs in flight is enforced by the claim itself, on the shard. This module only says which limits a claim must
+obey.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from shard.queue.claim import CLAIM_BYTES_MAX, ClaimResult
 from shard.queue.store import Store
 from shard.vocabulary import OrgId, QueueName
 
-# How many times a claim asks the shard, at most. A claim asks again if other claims have taken the tokens that it drew.
+# A claim draws tokens at most this many times. It draws again if other claims have taken the tokens that it drew.
 _TRIES_MAX = 20
-# A bucket is asked again after this time, even if its next token comes later: another process may give tokens back.
+# A bucket is asked again after this time, even if its next token comes later, because another process may give tokens
+# back.
 _HOLD_S_MAX = 3.0
 
 
@@ -94,7 +95,7 @@ class Held(NamedTuple):
     """For how long a limit, or a lock, holds back the jobs of a part of a claim."""
 
     for_s: float
-    # Another session of the shard holds a lock that the claim needs. None: a limit holds the jobs back.
+    # The error, if another session of the shard holds a lock that the claim needs. None: a limit holds the jobs back.
     locked: RowLocked | None = None
 
 
@@ -106,9 +107,9 @@ class SpentLimit(NamedTuple):
 
 
 class Starts(Buckets):
-    """The limits of starts, and the buckets from which this process draws; the limits of jobs in flight. `store_of`
-    returns the shard that has the buckets of an org, or raises ShardUnavailable. `changed` is called when these
-    limits have changed, so that consumers that were held back look again."""
+    """Has the limits of starts, with the buckets from which this process draws, and the limits of jobs in flight.
+    `store_of` returns the store of the shard that has the buckets of an org, or raises ShardUnavailable. `changed` is
+    called when these limits have changed, so that consumers that were held back look for jobs again."""
 
     def __init__(self, store_of: Callable[[OrgId], Store], changed: Callable[[], None]) -> None:
         super().__init__((Measure.STARTS,))
@@ -124,8 +125,8 @@ class Starts(Buckets):
             self._changed()
 
     def split(self, org: OrgId, queues: Sequence[QueueName]) -> list[Part]:
-        """Splits the queues of one claim into parts with the same limits. Each queue with a limit of its own is a part
-        by itself, and all other queues are one part."""
+        """Splits the queues of one claim into parts. All queues of a part have the same limits. Each queue with a limit
+        of its own is a part by itself, and all other queues are one part."""
         if not self.table.is_limited(org) and not self._in_flight.is_limited(org):
             return [Part(queues)]
         of_org = self.of(org, ALL_QUEUES)
@@ -139,7 +140,7 @@ class Starts(Buckets):
                 others.append(queue)
         if others:
             parts.append(Part(others, of_org, self.in_flight(org, ALL_QUEUES)))
-        # Otherwise a busy queue that is named first would starve a queue that is named last.
+        # In a fixed order, a busy queue that is named first would starve a queue that is named last.
         random.shuffle(parts)
         return parts
 
@@ -162,8 +163,8 @@ class Starts(Buckets):
         worker: str,
         bytes_max: int = CLAIM_BYTES_MAX,
     ) -> ClaimedPart | Held:
-        """Claims jobs of a part, as many as its limits allow. Raises NoAnswer if the shard of `store`, or the one that
-        has the org's buckets, does not answer."""
+        """Claims jobs of a part, as many as its limits allow. Raises NoAnswer if the shard of `store`, or the shard
+        that has the org's buckets, does not answer."""
         permit = None
         if part.buckets:
             permit = await self.draw(org, part.buckets, max_jobs)
@@ -182,20 +183,21 @@ class Starts(Buckets):
         try:
             result = await (claim if permit is None else permit.spend(claim))
         except RowLocked as error:
-            # With a limit of jobs in flight, most often another claim of this org takes long, and its leases must be
-            # counted first. Otherwise another session holds, for example, the bucket of a group whose job falls due.
+            # If the claim has a limit of jobs in flight, most often another claim of this org takes long, and the
+            # leases of that claim must be counted first. Without such a limit, another session holds, for example, the
+            # bucket of a group whose job falls due.
             return Held(PAUSE_S, locked=error if part.in_flight is None else None)
         return ClaimedPart(result, max_jobs, None if permit is None else permit.put_back)
 
     async def draw(self, org: OrgId, buckets: Sequence[Bucket], wanted: int) -> Permit | None:
-        """Takes tokens for up to `wanted` starts. Returns None if there are no tokens now; `hold_s` then says for how
-        long. Raises ShardUnavailable."""
+        """Takes tokens for up to `wanted` starts. Returns None if there are no tokens now; then `hold_s` returns in how
+        many seconds there may be tokens. Raises ShardUnavailable."""
         wanted = min(wanted, *(bucket.at_once for bucket in buckets))
         for _ in range(_TRIES_MAX):
             short = next((bucket for bucket in buckets if bucket.tokens < 1), None)
             if short is None:
                 return self._take(org, buckets, wanted)
-            # If any bucket holds the claim back, draw from none.
+            # If one bucket holds the claim back, draw from no bucket.
             if hold_s(buckets) > 0:
                 return None
             try:
@@ -205,9 +207,10 @@ class Starts(Buckets):
         return None
 
     def take(self, org: OrgId, queue: QueueName, wanted: int) -> Permit | None:
-        """Takes tokens that this process has drawn before, for up to `wanted` starts of a hand-over. Returns None if no
-        limit of either kind applies to the queue. Returns an empty permit if the queue has a limit of jobs in flight:
-        its jobs are not handed over, because only a claim counts the leased jobs."""
+        """Takes tokens that this process has drawn before, for up to `wanted` starts of a hand-over. Returns None if
+        neither a limit of starts nor a limit of jobs in flight applies to the queue. Returns an empty permit if the
+        queue has a limit of jobs in flight: its jobs are not handed over, because only a claim counts the leased
+        jobs."""
         if self.in_flight(org, queue) is not None:
             return Permit((), 0)
         if not self.table.is_limited(org):

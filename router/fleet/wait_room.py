@@ -1,8 +1,8 @@
-"""Where consumers wait for jobs on one shard, and what wakes them. What wakes them is only a hint (I7): a consumer that
-is woken and finds no job waits again, and the sweep wakes a consumer that no hint has woken.
+"""Where consumers wait for jobs on one shard, and what wakes them. Waking a consumer is only a hint (I7). A consumer
+that is woken and finds no job waits again. A consumer that no hint has woken is woken by the sweep.
 
-Consumers are woken by an enqueue of this router, by the doorbell of another router, when a job that a probe found falls
-due, and by the sweep. An enqueue may also hand its jobs over to them, so that no claim is needed
+Consumers are woken by an enqueue through this router, by the doorbell of another router, by a timer for a job that a
+probe has found, and by the sweep. An enqueue may also hand its jobs over to consumers, so that no claim is needed
 (router/fleet/handover.py). While no consumer waits, the shard is not queried.
 """
 
@@ -26,8 +26,9 @@ from shard.queue.store import Store
 from shard.queue.sweep import Due
 from shard.vocabulary import NewJobs, OrgId, QueueId, QueueName
 
-# A sweep sets no timers for jobs that are due after more than this many sweeps: a later sweep finds them before they
-# are due, and probes set their own timers. Otherwise each sweep might set thousands of timers again, for nothing.
+# A sweep sets no timer for a job that is due only after the time of this many sweeps. Such a timer is not needed: a
+# later sweep finds the job before it is due, and a probe sets its own timer. Without this bound, each sweep might set
+# thousands of timers again.
 _SOON_SWEEPS = 3
 # The pause between two probes.
 _PAUSE_S = 0.010
@@ -43,12 +44,12 @@ _Key = tuple[OrgId, QueueName]
 
 class WaitRoom:
     """The consumers of this router that wait for jobs of one shard. Its owner calls `sweep` every `sweep_s` seconds.
-    `pools` has the consumers of all orgs, and `ready_orgs` finds jobs for them."""
+    `pools` has the consumers that take jobs of all orgs, and `ready_orgs` finds jobs for these consumers."""
 
     def __init__(
         self, store: Store, doorbell: Doorbell, pools: AllOrgs, ready_orgs: ReadyOrgs, *, sweep_s: float
     ) -> None:
-        # Whether the shard's state lets it give jobs. If not, consumers stay in the room but take no jobs.
+        # Whether the shard's state allows consumers to get jobs. If not, consumers stay in the room but take no jobs.
         self.gives = True
         self._store = store
         self._doorbell = doorbell
@@ -60,9 +61,10 @@ class WaitRoom:
         # Queues that no consumer in this room waited for when another router's doorbell named them.
         self._unawaited: set[QueueId] = set()
         self._to_probe: set[_Key] = set()
-        # The queues for which a limit of jobs in flight has no room, with the number of their org.
+        # The queues whose jobs a limit of jobs in flight holds back, each with the number of its org.
         self._full: dict[_Key, int] = {}
-        # Called when a consumer of a queue can be handed jobs, and when nobody waits for the queue any more.
+        # `on_ready` is called when jobs of a queue can be handed over to a consumer. `on_gone` is called when no
+        # consumer waits for the queue any more.
         self.on_ready: Callable[[OrgId, QueueName], None] = _ignore
         self.on_gone: Callable[[OrgId, QueueName], None] = _ignore
         self._probing = asyncio.Event()
@@ -71,13 +73,13 @@ class WaitRoom:
     # ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def enter(self, waiter: Waiter) -> None:
-        """Wakes this waiter from now on, and hands jobs over to it while it is idle and has credit."""
+        """Adds a waiter. From now on, hints wake it, and jobs are handed over to it while it is idle and has credit."""
         self._note(waiter)
         for queue in waiter.queues:
             self._queues.setdefault((waiter.org, queue), AwaitedQueue()).enter(waiter)
 
     def leave(self, waiter: Waiter) -> None:
-        """Removes a waiter. Wakes another waiter if this one may leave jobs behind."""
+        """Removes a waiter. If there may be jobs that this waiter has not taken, wakes another waiter."""
         for queue in waiter.queues:
             key = waiter.org, queue
             awaited = self._queues.get(key)
@@ -85,7 +87,7 @@ class WaitRoom:
                 continue
             awaited.leave(waiter)
             if not awaited.waiters:
-                # Without a consumer, no job is held back and no job waits for room.
+                # The backlog and the hold timer have a meaning only while consumers wait for the queue.
                 awaited.backlog = False
                 if awaited.hold_timer is not None:
                     awaited.hold_timer.cancel()
@@ -106,8 +108,8 @@ class WaitRoom:
         del self._queues[key]
 
     def watch(self, org: OrgId, queue: QueueName, watcher: Watcher) -> None:
-        """From now on, wakes this watcher whenever the queue may have ready jobs. The watcher may not be woken for jobs
-        that are ready already: look for these after this call."""
+        """From now on, wakes this watcher whenever the queue may have ready jobs. Perhaps nothing wakes the watcher for
+        jobs that are ready already: look for these jobs after this call."""
         self._queues.setdefault((org, queue), AwaitedQueue()).watchers.add(watcher)
         # A probe finds out when the next job falls due.
         self._probe_soon([(org, queue)])
@@ -130,7 +132,7 @@ class WaitRoom:
         self._store.consumers_seen.note(waiter.org, waiter.queues, waiter.kinds)
 
     def queue(self, org: OrgId, queue: QueueName) -> AwaitedQueue[Waiter] | None:
-        """Returns the waiters and watchers of this queue; None: it has neither."""
+        """Returns the waiters and watchers of this queue, or None if the queue has none."""
         return self._queues.get((org, queue))
 
     def orgs(self) -> set[OrgId]:
@@ -142,22 +144,23 @@ class WaitRoom:
         return not self._queues
 
     def has_credit(self, waiter: Waiter) -> None:
-        """Call this when a waiter that had no credit has got some. Its queues may then wake it."""
+        """Call this when a waiter that had no credit has credit again. From now on, jobs of its queues may wake the
+        waiter."""
         for queue in waiter.queues:
             awaited = self._queues.get((waiter.org, queue))
             if awaited is not None:
                 awaited.has_credit(waiter)
 
     def rests(self, waiter: Waiter) -> None:
-        """Call this when a waiter is idle and has got credit. Calls `on_ready` for those of its queues in which no
-        older job waits, because new jobs of these queues can be handed over to the waiter."""
+        """Call this when a waiter is idle and has got credit. Calls `on_ready` for those of the waiter's queues in
+        which no older job waits, because new jobs of these queues can be handed over to the waiter."""
         for queue in waiter.queues:
             awaited = self._queues.get((waiter.org, queue))
             if awaited is not None and not awaited.backlog:
                 self.on_ready(waiter.org, queue)
 
     def ready(self) -> Iterator[tuple[OrgId, QueueName]]:
-        """Returns the queues for which a consumer can be handed jobs."""
+        """Returns the queues whose jobs can be handed over to a consumer."""
         for key, awaited in self._queues.items():
             if not awaited.backlog and any(waiter.idle and waiter.credit > 0 for waiter in awaited.able):
                 yield key
@@ -176,8 +179,8 @@ class WaitRoom:
                     watcher.wake()
 
     def hold(self, org: OrgId, queues: Iterable[QueueName], for_s: float) -> None:
-        """Call this when a limit holds the jobs of these queues back. For `for_s` seconds, wakes no consumer for them.
-        After that, wakes one consumer of each queue."""
+        """Call this when a limit holds the jobs of these queues back. For `for_s` seconds, no consumer is woken for
+        these queues. After that, one consumer of each queue is woken."""
         loop = asyncio.get_running_loop()
         for queue in queues:
             awaited = self._queues.get((org, queue))
@@ -197,13 +200,14 @@ class WaitRoom:
         self.lease_ended(None)
 
     async def hold_if_full(self, org: OrgId, queues: Sequence[QueueName], limits: InFlightLimits) -> bool:
-        """Call this after a claim of these queues got fewer jobs than it had room for. If these limits have no room,
-        returns True, and wakes no consumer for these queues before a lease of the org has ended."""
+        """Call this after a claim of these queues has got fewer jobs than it asked for. If as many jobs are in flight
+        as one of these limits allows, returns True. Then no consumer is woken for these queues until a lease of the org
+        has ended."""
         number = next(iter(self._store.names.known(org, queues)), None)
         if number is None:
             return False
         keys = [(org, queue) for queue in queues]
-        # Set this first: otherwise the end of a lease would be missed while the shard counts.
+        # Set `_full` first: otherwise a lease that ends while the shard counts would be missed.
         self._full.update(dict.fromkeys(keys, org_number(number)))
         is_full = False
         try:
@@ -218,8 +222,8 @@ class WaitRoom:
                     self._full.pop(key, None)
                 elif (awaited := self._queues.get(key)) is not None:
                     awaited.backlog = True
-        # If a lease has ended during the count, or another caller has found room, no consumer will be woken for that
-        # reason. So return False: the caller must look for jobs again.
+        # A key is missing in `_full` if a lease has ended during the count, or if another caller has found room.
+        # Nothing will wake a consumer for this key later. So return False: the caller must look for jobs again.
         return is_full and all(key in self._full for key in keys)
 
     def is_full(self, org: OrgId, queue: QueueName) -> bool:
@@ -228,7 +232,7 @@ class WaitRoom:
 
     def lease_ended(self, numbers: Collection[QueueId] | None) -> None:
         """Call this when leases of these queues have ended, or may have ended. Then a limit of jobs in flight, of a
-        queue or of its org, may have room again. `numbers` is None if the leases may be of any queue."""
+        queue or of its org, may allow more leases again. `numbers` is None if the leases may be of any queue."""
         if not self._full:
             return
         orgs = None if numbers is None else {org_number(number) for number in numbers}
@@ -246,8 +250,8 @@ class WaitRoom:
 
     def found_all(self, waiter: Waiter, queues: Sequence[QueueName], *, woken: bool) -> None:
         """Call this after the waiter has taken all due jobs of these queues. A probe then finds out when the next job
-        is due. `woken` says that something had woken the waiter. This may have been a job that is due later, so the
-        probe must not be skipped."""
+        is due. `woken` says that a hint had woken the waiter. The hint may have been about a job that is due later, so
+        the probe must not be skipped."""
         for queue in queues:
             awaited = self._queues.get((waiter.org, queue))
             if awaited is not None:
@@ -258,8 +262,8 @@ class WaitRoom:
             self._probe_old(waiter)
 
     def found_more(self, waiter: Waiter, queues: Sequence[QueueName]) -> None:
-        """Wakes another consumer. Call this after the waiter has taken as many jobs of these queues as it could: there
-        may be more jobs."""
+        """Wakes another consumer, because there may be more jobs. Call this after the waiter has taken as many jobs of
+        these queues as it could."""
         for queue in queues:
             awaited = self._queues.get((waiter.org, queue))
             if awaited is not None:
@@ -294,10 +298,11 @@ class WaitRoom:
     # ── New jobs ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def stored(self, jobs: NewJobs, duplicates: Collection[int], handover: Handover | None) -> None:
-        """Wakes consumers for new jobs that have committed. The jobs at the positions `duplicates` are not new."""
+        """Wakes consumers for new jobs whose insert has committed. The jobs at the positions `duplicates` are not
+        new."""
         # If some of the offered jobs were not handed over, the consumers that were to take them may have claimed before
-        # the commit. So wake consumers as if no job had been offered. Among these jobs, those that wait for a slot of
-        # their group count as handed over, because they need no consumer until they get the slot.
+        # the commit. So wake consumers as if no job had been offered. But an offered job that waits for a group slot
+        # counts as handed over, because it needs no consumer until it gets the slot.
         takers: Collection[int] = ()
         if handover is not None and handover.is_complete:
             takers = handover.takers
@@ -323,8 +328,8 @@ class WaitRoom:
             self._doorbell.ring(self._store.names.known(jobs.org, ring))
 
     def on_doorbell(self, numbers: Collection[QueueId] | None) -> None:
-        """Wakes consumers of these queues, because another router's doorbell rang for them. If `numbers` is None, it
-        may have rung for any queue."""
+        """Wakes consumers of these queues, because another router's doorbell rang for them. If `numbers` is None, the
+        doorbell may have rung for any queue."""
         self._ready_orgs.rang(numbers)
         if not self._queues:
             return
@@ -355,8 +360,8 @@ class WaitRoom:
         self._probe_soon([(org, queue)])
         if self._pools.serves(queue):
             self._ready_orgs.stored(org, queue, later=False)
-        # A resume or a redrive does not need the queue's number, unlike an enqueue. So this process may not know the
-        # number, and asks the shard.
+        # A resume or a redrive does not need the queue's number, unlike an enqueue. So perhaps this process does not
+        # know the number yet: ask the shard for it.
         with contextlib.suppress(ShardError):
             self._doorbell.ring((await self._store.names.find([(org, queue)])).values())
 
@@ -415,8 +420,8 @@ class WaitRoom:
             await asyncio.sleep(_PAUSE_S)
 
     async def sweep(self) -> bool:
-        """Finds due jobs that every hint has missed, and corrects the store's claim floors. Leases may have expired, so
-        this also wakes consumers that a limit of jobs in flight has held back. Returns whether a sweep of the shard's
+        """Finds due jobs that all hints have missed, and corrects the store's claim floors. Also wakes consumers that a
+        limit of jobs in flight has held back, because leases may have expired. Returns whether a sweep of the shard's
         workflows may find work."""
         self.lease_ended(None)
         await self._numbers(list(self._queues))
@@ -431,7 +436,7 @@ class WaitRoom:
             awaited = self._queues.get(key)
             if awaited is not None:
                 if awaited.number is None:
-                    # Record these consumers, which was impossible while the queue did not exist.
+                    # Record that these consumers were seen: this was impossible while the queue did not exist.
                     for waiter in awaited.waiters:
                         self._note(waiter)
                 awaited.number = number
@@ -466,12 +471,13 @@ class WaitRoom:
         self._wake(key, 1)
         awaited = self._queues.get(key)
         if awaited is not None and awaited.watchers:
-            # The timer may be a little early, and a watcher that finds nothing asks for no probe.
+            # Probe again: the timer may have fired a little early, and a watcher that finds no job does not ask for a
+            # probe.
             self._probe_soon([key])
 
     def _probe_old(self, waiter: Waiter) -> None:
         """Probes those of the waiter's queues whose last probe is older than 1 s. For the other queues the timers are
-        still right: every change since their last probe has rung a doorbell or asked for a probe."""
+        still right, because every change since their last probe has rung a doorbell or asked for a probe."""
         now_s = asyncio.get_running_loop().time()
         for queue in waiter.queues:
             awaited = self._queues.get((waiter.org, queue))

@@ -37,8 +37,8 @@ class Recipient(Protocol):
         ...
 
     def account_of(self, org: OrgId) -> Account:
-        """Returns the account that counts the consumer's jobs of this org in the buffer. It also counts the jobs on
-        their way to the consumer."""
+        """Returns the account that counts the consumer's jobs of this org in the buffer. The account also counts the
+        jobs that are on their way to the consumer."""
         ...
 
     @property
@@ -68,8 +68,8 @@ class Recipient(Protocol):
         ...
 
     def free_places(self, unused: int) -> None:
-        """Call this after `keep_places`, when it is known which jobs come. Gives the consumer back the credit for the
-        unused places, and wakes it if there are any."""
+        """Call this after `keep_places`, when it is known which jobs come. If there are unused places, gives the
+        consumer back the credit for these places, and wakes it."""
         ...
 
     def give(self, jobs: Delivery) -> None:

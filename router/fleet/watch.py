@@ -11,8 +11,8 @@ from shard.vocabulary import OrgId, QueueName
 
 
 class Watch:
-    """`woken` is set when the queue may have got ready jobs, or may be on other shards: then call `enter` again, and
-    look for jobs. `org` None: all orgs. Call `leave` at the end."""
+    """`woken` is set when the queue may have got ready jobs, or may have moved to other shards. Then call `enter`
+    again, and look for jobs. `org` None: all orgs. Call `leave` at the end."""
 
     def __init__(self, fleet: Fleet, org: OrgId | None, queue: QueueName) -> None:
         self.woken = asyncio.Event()

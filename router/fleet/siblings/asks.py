@@ -1,5 +1,5 @@
 """Asks one sibling whether its consumers have room for jobs that are enqueued through this process, and tells the
-sibling which jobs were leased to them."""
+sibling which of these jobs were leased to its consumers."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from shard.queue.claim import JOB_BYTES
 from shard.queue.pending_enqueue import Taker
 from shard.vocabulary import Micros, NewJobs
 
-# How long an enqueue waits for an answer. After that, its jobs are stored without the sibling. The sibling is asked
-# nothing more until it has answered and another `_REST_S` seconds have passed: otherwise a busy sibling would delay one
-# enqueue after another.
+# How long an enqueue waits for an answer. After that, the jobs of the enqueue are stored without the sibling. The
+# sibling is not asked again until it has answered and another `_REST_S` seconds have passed: otherwise a busy sibling
+# would delay one enqueue after another.
 _ASK_S_MAX = 0.020
 _REST_S = 1.0
 # The most jobs, and the most bytes of jobs, that one ask is about; further jobs get no place.
 _ASK_JOBS_MAX = 1000
 _ASK_BYTES_MAX = 1024 * 1024
-# The most jobs for which this process has asked one sibling at the same time, and the most for which it has promised
-# places to that sibling. Orgs share each of the two numbers (I4).
+# At any time, this process has asked one sibling about at most this many jobs, and has promised that sibling places for
+# at most this many jobs. Orgs share each of these two amounts (I4).
 JOBS_MAX = 10_000
-# How long places are kept for a sibling that does not tell the outcome. This time is short, because until it is
-# over no hint wakes a `Dequeue` that was promised a delivery. The outcome takes this long only if the shard hardly
-# answers, or if the sibling was stopped.
+# How long places are kept for a sibling that does not tell the outcome. This time is short, because no hint wakes a
+# `Dequeue` call while its places are kept for a sibling. The outcome takes this long only if the shard hardly answers,
+# or if the sibling was stopped.
 KEPT_S_MAX = 3.0
 # An insert that begins later than this after the ask does not use the promise.
 _USED_S_MAX = 2.0
@@ -43,10 +43,10 @@ class Promise:
     its jobs. `end` must be called exactly once."""
 
     takers: Sequence[tuple[Taker, Sequence[int]]]
-    # The time until which an insert may begin, by time.monotonic.
+    # Until when an insert that uses the promise may begin, by the clock `time.monotonic`.
     until_s: float
-    # Is called once, with the jobs that were leased to each taker, in the order of `takers`. None: no job was leased to
-    # that taker.
+    # The owner calls this once, with the jobs that were leased to each taker, in the order of `takers`. None: no job
+    # was leased to that taker.
     end: Callable[[Sequence[Delivery | None]], None]
 
 
@@ -58,19 +58,22 @@ class Asked:
     # The jobs, and their positions in the enqueue.
     ids: Sequence[str]
     positions: Sequence[int]
-    # The promise. None: the sibling has promised nothing, or its answer did not come in time.
+    # The result of this future is the promise. None: the sibling has promised nothing, or its answer did not come in
+    # time.
     promise: asyncio.Future[Promise | None]
     # Holds the memory of the encoded jobs until the sibling has received them.
     account: Account
-    # The time of the ask by the event loop's clock, which is the clock of time.monotonic.
+    # The time of the ask by the event loop's clock, which is the clock `time.monotonic`.
     since_s: float
-    # The jobs that the sibling has been told of, and has not confirmed yet.
+    # The leased jobs of which the sibling was told, and which it has not confirmed yet.
     told: Sequence[Delivery] = ()
-    # When these jobs are released. From then on the sibling gives them to no consumer, whatever it reads later.
+    # When the jobs in `told` are released if the sibling has not confirmed them. From then on the sibling gives these
+    # jobs to no consumer, whatever it reads later.
     release_s: float = math.inf
 
     def abandon(self) -> None:
-        """Call this when the enqueue does not continue. Gives the promise back, even if it comes only later."""
+        """Call this when the enqueue does not continue. Gives the promise back, even if the promise comes only
+        later."""
         if not self.promise.done():
             self.promise.cancel()
         elif not self.promise.cancelled() and (promise := self.promise.result()) is not None:
@@ -85,7 +88,8 @@ class Asks:
         self._buffer = buffer
         self._on_in_vain = on_in_vain
         self._numbers = itertools.count(1)
-        # By number. The oldest ask is first.
+        # The asks without an answer, and the asks whose answer promised places, both by number. The oldest ask is
+        # first.
         self._unanswered: dict[int, Asked] = {}
         self._promised: dict[int, Asked] = {}
         self._jobs = FairQuota(JOBS_MAX)
@@ -116,7 +120,7 @@ class Asks:
             if room < 0:
                 break
             sizes.append(size)
-        # The buffer counts the asks of each org as a connection of their own.
+        # For the buffer, all asks of one org are together one connection.
         account = Account(self._buffer, org=key.org, peer=f"sibling {key.org}")
         if not sizes or not self._jobs.fits(key.org, len(sizes)) or not account.take(_ASK_BYTES_MAX - room):
             return None
@@ -140,7 +144,7 @@ class Asks:
         return asked
 
     def _give_up(self) -> None:
-        """Ends the waits for answers that take too long."""
+        """Ends the waits of enqueues for answers that take too long."""
         loop = asyncio.get_running_loop()
         self._timer = None
         for asked in self._unanswered.values():
@@ -240,7 +244,8 @@ class Asks:
             self._all_over.set()
 
     def _release(self, asked: Asked) -> None:
-        """Releases jobs of a sibling that is gone and has not confirmed that its consumers get them."""
+        """Releases leased jobs, because the sibling has ended and has not confirmed that its consumers get these
+        jobs."""
         self._release_told(asked)
         self._over(asked)
 
@@ -249,7 +254,8 @@ class Asks:
             delivery.store.release_soon(asked.key.org, delivery.leases())
 
     def close(self) -> None:
-        """Call this when the sibling is gone. Ends all asks, and releases the jobs that it has not confirmed."""
+        """Call this when the sibling is gone. Ends all asks, and releases the jobs that the sibling has not
+        confirmed."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -260,7 +266,8 @@ class Asks:
             self._over(asked)
             if not asked.promise.done():
                 asked.promise.set_result(None)
-        # The enqueues of the other promises are still running, and `_end` releases what they lease.
+        # Release the jobs of enqueues that have ended. The enqueues of the other promises are still running, and `_end`
+        # releases the jobs that they lease.
         for number in [number for number, asked in self._promised.items() if asked.told]:
             self._release(self._promised.pop(number))
 

@@ -1,7 +1,7 @@
-"""What sibling processes tell each other, as bytes. Pure.
+"""The messages of sibling processes to each other, as bytes. This module does no I/O.
 
-A frame begins with the sizes of its two parts, each in four bytes. Then come the head, in JSON, and the encoded jobs
-that the outcomes in the head are about. A frame has everything that one process has to tell another at one moment, or
+A frame begins with the sizes of its two parts, each in four bytes. Then come the two parts: the head, in JSON, and the
+encoded jobs of the outcomes in the head. A frame has everything that one process has to tell another at one moment, or
 as much of it as fits (see `take`).
 """
 
@@ -36,8 +36,8 @@ class QueueKey(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """Asks for places at consumers of `key` for new jobs with these ids and payload sizes. Nobody waits for the answer
-    after `until_s`, a time of time.monotonic, which all processes of a machine share."""
+    """Asks for places at consumers of `key` for new jobs with these ids and payload sizes. After `until_s`, nobody
+    waits for the answer. This is a time of the clock `time.monotonic`, which all processes of a machine share."""
 
     number: int
     key: QueueKey
@@ -47,7 +47,7 @@ class Ask(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Room for a number of jobs at one consumer, and the lease that they would get."""
+    """Room for a number of jobs at one consumer, and the lease that these jobs would get."""
 
     lease: int
     worker: str
@@ -64,8 +64,8 @@ class Answer(NamedTuple):
 
 
 class Leased(NamedTuple):
-    """The jobs of one Place that were leased: their positions among the jobs of the Place (None: all of these), and
-    each job encoded as field 1 of an answer."""
+    """The jobs of one Place that were leased. `positions`: their positions among the jobs of the Place (None: all jobs
+    of the Place). `jobs`: each job encoded as field 1 of an answer."""
 
     deadline: Micros
     positions: Sequence[int] | None
@@ -94,7 +94,8 @@ class Frame:
         return bool(self.hints or self.asks or self.answers or self.outcomes or self.received)
 
     def take(self) -> Frame:
-        """Returns as much as one frame gets, and removes that from this object."""
+        """Returns a frame with as many of this object's messages as one frame may have, and removes these messages from
+        this object."""
         hints = dict(list(self.hints.items())[:_HINTS_MAX])
         for key in hints:
             del self.hints[key]

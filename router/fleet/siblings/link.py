@@ -15,8 +15,8 @@ _log = logging.getLogger(__name__)
 
 class Link(asyncio.Protocol):
     """The connection to a sibling. `out` collects what the sibling is to be told, and `send_soon` sends it. `on_open`
-    is called when the sibling has greeted, and `on_frame` with each frame. `on_closed` is called when the connection
-    has ended: the sibling is gone, is of another release, or sent something that is not a frame."""
+    is called when the sibling has sent its greeting, and `on_frame` with each frame. `on_closed` is called when the
+    connection has ended: the sibling is gone, is of another release, or sent something that is not a frame."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class Link(asyncio.Protocol):
 
     def greet(self) -> None:
         """Call this after the connection was made, and not in connection_made. If a write in connection_made fails
-        because the sibling has just ended, uvloop 0.23 closes the descriptor twice, the second time when another file
-        may have it."""
+        because the sibling has just ended, uvloop 0.23 closes the descriptor twice. The second time, the descriptor may
+        belong to another file already."""
         if not self._closed:
             assert self._transport is not None
             self._transport.write(greeting(self._version))

@@ -1,5 +1,5 @@
-"""What this process promises one sibling: places at its own consumers, for jobs that the sibling stores. Routers of
-other supervisors learn of new jobs by shard/queue/doorbell.py."""
+"""The promises of this process to one sibling: places at this process's consumers, for jobs that the sibling stores.
+Routers of other supervisors get no promises: they learn of new jobs by the doorbell (shard/queue/doorbell.py)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Kept:
     given_up: bool = False
 
     def end(self) -> None:
-        """Ends the shares: as far as this process knows, no job was leased to the waiters."""
+        """Ends the shares without jobs, because as far as this process knows, no job was leased to the waiters."""
         if not self.given_up:
             self.given_up = True
             for share in self.shares:
@@ -71,13 +71,14 @@ class Promises:
         self._link = link
         self._consumers = consumers
         self._on_in_vain = on_in_vain
-        # By the number of the ask. The oldest ask is first.
+        # The kept places, by the number of the ask that asked for them. The oldest ask is first.
         self._kept: dict[int, _Kept] = {}
         self._jobs = FairQuota(JOBS_MAX)
         self._timer: asyncio.TimerHandle | None = None
 
     def on_ask(self, ask: Ask) -> None:
-        """Raises ValueError if the number of the ask was used before."""
+        """Keeps places for the jobs of the ask, and answers it. Raises ValueError if the number of the ask was used
+        before."""
         number, key, ids, sizes, until_s = ask
         if number in self._kept:
             raise ValueError(f"ask {number} came twice")
@@ -151,8 +152,8 @@ class Promises:
 
 
 def _deliveries(kept: _Kept, leased: Sequence[Leased]) -> list[Delivery | None]:
-    """Returns the jobs of each share. None: no job was leased to it. Raises ValueError if `leased` does not fit the
-    promise."""
+    """Returns the jobs of each share, or None for a share to which no job was leased. Raises ValueError if `leased`
+    does not fit the promise."""
     if len(leased) != len(kept.shares):
         raise ValueError(f"an outcome is about {len(leased)} consumer(s) instead of {len(kept.shares)}")
     deliveries: list[Delivery | None] = []

@@ -2,8 +2,9 @@
 
 Processes tell each other for which queues they have consumers that are ready to be handed jobs. That is a hint (I7). An
 enqueue that finds too few consumers in its own process asks a sibling that has ready consumers. The sibling promises
-places at its consumers, the insert leases the jobs to them, and the sibling is told which jobs these are. If no promise
-comes in time, the jobs are stored as they would be without siblings, and the doorbell is rung for them.
+places at its consumers, and the insert leases the jobs to these consumers. Then the sibling is told which jobs were
+leased. If no promise comes in time, the jobs are stored as they would be without siblings, and the doorbell is rung for
+their queues.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from shard.vocabulary import NewJobs, QueueName, ShardName
 # gets an equal part of this number, and orgs share that part (I4). The siblings are not told of further queues. All
 # processes do the same, so all siblings together tell a process of no more queues than this.
 _HINTS_MAX = 20_000
-# When this process ends, it waits at most this long until its siblings have received the jobs of their consumers.
+# When this process ends, it waits at most this long until its siblings have received the jobs that were leased to their
+# consumers.
 _FINISH_S_MAX = 1.0
 
 
 class Siblings:
-    """The other processes of this router. `consumers` returns the consumers of this process on a shard, and `ready`
-    returns all queues for which any consumer of this process is ready."""
+    """The siblings of this process. `consumers` returns the consumers of this process on a shard, and `ready` returns
+    all queues for which any consumer of this process is ready."""
 
     def __init__(
         self,
@@ -47,7 +49,7 @@ class Siblings:
         self._consumers = consumers
         self._ready = ready
         self._siblings: set[_Sibling] = set()
-        # The event loop keeps only weak references to its tasks.
+        # Keeps the tasks alive, because the event loop has only weak references to them.
         self._connecting: set[asyncio.Task[Any]] = set()
         # For each queue, the siblings that have ready consumers. The sibling that was asked last is the last one.
         self._hints: dict[QueueKey, OrderedDict[_Sibling, None]] = {}
@@ -125,8 +127,8 @@ class Siblings:
             raise
 
     async def finish(self) -> None:
-        """Waits until the siblings have received the jobs of their consumers, for 1 s at most. Then ends the
-        connections."""
+        """Waits, for 1 s at most, until the siblings have received the jobs that were leased to their consumers. Then
+        closes the connections."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FINISH_S_MAX):
                 for sibling in list(self._siblings):
@@ -182,8 +184,8 @@ class _Sibling:
         return True
 
     def _tell(self, key: QueueKey, is_ready: bool) -> None:
-        """Tells the sibling. If the opposite hint still waits to be sent, only removes that hint, because the sibling
-        has not received it."""
+        """Tells the sibling whether consumers of this queue are ready. If the opposite hint still waits to be sent,
+        only removes that hint, because the sibling has not received it."""
         hints = self.link.out.hints
         if hints.get(key, is_ready) != is_ready:
             del hints[key]
@@ -198,7 +200,8 @@ class _Sibling:
         self.link.out.hints.pop(key, None)
 
     def _receive(self, frame: Frame) -> None:
-        # Answers come before hints: an answer with too few places ends an older hint.
+        # Process the answers before the hints: an answer with too few places cancels an older hint, and the hints of
+        # this frame are newer than its answers.
         for answer in frame.answers:
             self.asks.on_answer(answer)
         for key, is_ready in frame.hints.items():
