@@ -41,7 +41,7 @@ class JobState(enum.Enum):
     UNKNOWN = "unknown"
 
 
-# A job in one of these states does not run again, unless it is dead and somebody redrives it.
+# A job in one of these states does not run again, except a dead job that somebody redrives.
 ENDED = frozenset({JobState.SUCCEEDED, JobState.DEAD, JobState.CANCELLED})
 
 
@@ -267,10 +267,10 @@ class Job:
 
     def report(self, progress: Progress | None = None, *, checkpoint: Payload = None) -> None:
         """Reports how far the handler has come (`progress`), and what the next attempt needs in order to continue from
-        there (`checkpoint`, at most 64 KiB). The next attempt finds the checkpoint in job.checkpoint. None: the earlier
-        report stays. b"" removes an earlier checkpoint.
+        there (`checkpoint`, at most 64 KiB). The next attempt finds the checkpoint in job.checkpoint. If an argument is
+        None, what an earlier report said about it stays. b"" removes an earlier checkpoint.
 
-        Only a Worker's handler reports like this; with a job from Client.dequeue, use Client.extend. Returns at once.
+        Only a Worker's handler can call this method. For a job from Client.dequeue, use Client.extend. Returns at once.
         The worker sends the newest report with its next message, which also extends the lease. It sends the job's
         outcome only after the report is stored. A report that was not sent is lost if the worker crashes. May be called
         in a thread. Raises TypeError or ValueError."""
@@ -294,10 +294,10 @@ class Attempt:
     leased_at: datetime
     ended_at: datetime
     outcome: AttemptOutcome
-    # The failure that the nack reported, or the reason of a snooze. None: no failure and no reason was given, or the
-    # outcome has none.
+    # The failure that the nack reported, or the reason of a snooze. None: the attempt ended without a failure and
+    # without a reason.
     failure: Failure | None
-    # The lines that its handler logged. A job keeps the lines of its newest 5 attempts.
+    # The lines that the handler logged during this attempt. A job keeps the lines of its newest 5 attempts.
     log: str = ""
 
 
@@ -314,7 +314,7 @@ class JobRecord:
     result: bytes | None
     attributes: Mapping[str, str]
     priority: int
-    # The number of leases counted so far.
+    # How many attempts of the job were counted so far.
     attempt: int
     max_attempts: int
     retry: RetryPolicy | None
