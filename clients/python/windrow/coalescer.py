@@ -151,8 +151,8 @@ class Coalescer(Generic[_Item, _Answer]):
 
     def _refuse(self, request: _Request[_Item, _Answer], error: WindrowError) -> None:
         """Handles an error for one item. If a limit refused the item, and may have room for it before the deadline,
-        sends the item again at the time when there may be room. Until then, other items are sent. After any other
-        error, gives the error to the caller."""
+        sends the item again at the time when there may be room. Until then, other items are sent. In all other cases,
+        gives the error to the caller."""
         loop = asyncio.get_running_loop()
         if error.reason == LIMIT_REACHED and error.retry_after is not None:
             # Retry at random times, because the router names the same time to many callers.
