@@ -76,8 +76,8 @@ def made_at(id: str) -> float:  # noqa: A002
 
 
 def _begin(seen: tuple[int, str, Callable[[], int]]) -> None:
-    """Begins the next millisecond. If the counter of the current millisecond is used up, this millisecond is ahead of
-    the clock."""
+    """Begins the next millisecond. If the counter of the current millisecond is used up, the next millisecond begins
+    ahead of the clock."""
     global _ms, _current
     with _lock:
         if _current is not seen:
