@@ -1,4 +1,5 @@
-"""Decides when jobs run again for whose kind a worker has no handler, and logs these jobs. No I/O except the log.
+"""Handles jobs for which a worker has no handler: decides when these jobs run again, and logs them. No I/O except the
+log.
 
 Such a job is usually newer than its worker: a rolling deploy has updated the producers first. So the job is snoozed,
 which does not count as an attempt. The pauses grow until a newer worker runs."""
