@@ -46,7 +46,8 @@ log = logging.getLogger("windrow.client")
 TRY_S = 10.0
 _PAUSE_FIRST_S = 0.05
 _PAUSE_MAX_S = 2.0
-# A router may ask for a pause of any length. A caller that retries for ever waits no longer than this, plus jitter.
+# A router may ask for a pause of any length. A caller that retries for ever waits no longer than this time, plus
+# jitter.
 ASKED_S_MAX = 30.0
 
 # By the rule for retries, a call is not made again after one of these statuses, nor after RESOURCE_EXHAUSTED without

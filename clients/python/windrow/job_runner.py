@@ -80,7 +80,7 @@ class JobRunner:
         self._running: dict[HeldLease, None] = {}
         # A task is about to run waiting jobs.
         self._is_starting = False
-        # Set whenever a handler ends or stop() is called.
+        # An event that is set whenever a handler ends or stop() is called.
         self._changed = asyncio.Event()
         # Set by stop().
         self.stopping = asyncio.Event()

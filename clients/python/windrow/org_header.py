@@ -1,4 +1,5 @@
-"""The metadata `windrow-org`: a request's org, where proxies can read it (proto/windrow/v1/queue.proto). Pure."""
+"""The metadata `windrow-org`. It names a request's org, so that proxies can read it (proto/windrow/v1/queue.proto). No
+I/O."""
 
 from __future__ import annotations
 

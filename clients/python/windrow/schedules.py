@@ -32,7 +32,7 @@ from windrow.v1 import job_pb2, schedules_pb2
 
 _PAGE_MAX = 1000
 _TRIES_MAX = 5
-# The job of a schedule is a pattern, and has no id of its own.
+# The job of a schedule is a template without an id, so it gets this id.
 _NO_ID = "00000000-0000-7000-8000-000000000000"
 
 _Request = TypeVar("_Request", bound=Message)

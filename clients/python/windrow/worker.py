@@ -43,7 +43,7 @@ CONCURRENCY_MAX = 1000
 # The contract's limit for one stream.
 QUEUES_MAX = 64
 PREFETCH_MAX = 5000
-# Enough jobs to cover the round trip to the router when handlers take almost no time.
+# So many jobs are enough for the time of a round trip to the router, even if handlers take almost no time.
 _PREFETCH_MIN = 100
 _FLUSH_S, _FLUSH_HURRIED_S = 5.0, 1.0
 
@@ -71,9 +71,10 @@ class Worker:
     for.
 
     - `orgs` (default: the client's org): `windrow.ALL` takes jobs of every org of the cluster; job.org names the org.
-      The client needs a key for all orgs with the scopes `consume` and `cluster`. Orgs share the time of such workers
-      by their weights (`windrow weights`): an org is charged for as long as its jobs are leased, even if they only wait
-      in a worker. So the default of `prefetch` is 0 for such a worker: it takes a job only when the job can begin.
+      The client needs a key for all orgs with the scopes `consume` and `cluster`. Orgs share the time of these workers
+      by their weights (`windrow weights`): an org is charged for the time for which its jobs are leased, even if the
+      jobs only wait in a worker. So the default of `prefetch` is 0 for such a worker: it takes a job only when the job
+      can begin.
     - `concurrency` (1 to 1,000; default 10): how many handlers run at the same time.
     - `prefetch` (0 to 5,000; default: 5 × concurrency, at least 100): how many jobs may wait in the worker besides the
       jobs that run, so that handlers need not wait for jobs. The longer handlers take, the fewer jobs the worker
@@ -411,7 +412,7 @@ class Worker:
             stored.set_result(None)
 
     async def _flush(self, stream: asyncio.Task[None]) -> None:
-        """Waits, for a few seconds at most, until every report is answered and the stream has ended."""
+        """Closes the stream. Waits a few seconds at most until every report is answered and the stream has ended."""
         self._stream.close()
         await asyncio.wait([stream], timeout=_FLUSH_S if self._stops < 2 else _FLUSH_HURRIED_S)
 
