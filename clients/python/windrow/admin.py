@@ -38,9 +38,9 @@ from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2
 _PAGE_MAX = 1000
 # The limit of one purge or redrive call: a larger call would hold its locks for too long.
 _CHANGE_MAX = 1000
-# If a purge or redrive has failed, the client does not repeat it, no matter which status it got: the call may have
-# changed jobs, and a second call would change further jobs. It repeats the call only after the refusals in _NOT_DONE,
-# which say that nothing was done (docs/errors.md).
+# If a purge or redrive has failed, the client repeats the call only after the refusals in _NOT_DONE, which say that
+# nothing was done (docs/errors.md). After any other failure, whatever its status, the call may have changed jobs, and a
+# second call would change further jobs.
 _ANY = frozenset(StatusCode)
 _NOT_DONE = ("ROUTER_FULL", "TOO_MANY_CHANGES")
 
@@ -49,8 +49,8 @@ _Response = TypeVar("_Response")
 
 
 class QueueOptions(TypedDict, total=False):
-    """The settings that a call gives to a queue; QueueRecord says what they mean. None: the default. In a change, None
-    means no change."""
+    """The settings that a call gives to a queue. QueueRecord says what each setting means. When a queue is created,
+    None means the default. When a queue is changed, None means no change."""
 
     retry: RetryPolicy | None
     max_attempts: int | None
@@ -98,17 +98,18 @@ class Quarantine:
     by_operator: bool
     # When the next trial is let through. None: a trial is under way, or there will be none.
     next_trial_at: datetime | None
-    # The trial that is under way, and when it was let through.
+    # The id of the trial that is under way, and the time when this trial was let through.
     trial_id: str | None
     trial_since: datetime | None
-    # How many jobs are set aside, up to 1,000. `at_least`: there are more.
+    # How many jobs are set aside, up to 1,000. `at_least`: more jobs than that are set aside.
     set_aside: int
     at_least: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPage:
-    """One page of a list of jobs. It may have fewer jobs than asked for, even none, although more pages follow."""
+    """One page of a list of jobs. A page may have fewer jobs than the caller asked for, even none, although more pages
+    follow."""
 
     jobs: Sequence[JobRecord]
     # Pass this token to list_jobs to get the next page. It is empty on the last page.
@@ -118,7 +119,7 @@ class JobPage:
 
 
 class JobConditions(TypedDict, total=False):
-    """The arguments of list_jobs that iter_jobs accepts, too."""
+    """The arguments of list_jobs that iter_jobs also accepts."""
 
     state: JobState | None
     states: Iterable[JobState]
@@ -193,7 +194,7 @@ class AdminCalls:
     calls: Calls
 
     async def list_queues(self) -> list[QueueRecord]:
-        """Returns all queues of the org, in the order of their names. An org that does not exist yet has none."""
+        """Returns all queues of the org, in the order of their names. An org that does not exist yet has no queues."""
         queues: list[QueueRecord] = []
         token = ""
         while True:
@@ -213,7 +214,8 @@ class AdminCalls:
         """Creates a queue with these settings; None: the default. A queue that is not created like this gets the
         defaults when its first job is stored.
 
-        Raises AlreadyExists, also if the first try of this call created the queue and its answer was lost."""
+        Raises AlreadyExists if the queue exists, even if the first try of this call created it and the answer to that
+        try was lost."""
         request = admin_pb2.CreateQueueRequest(org=self.org, queue=queue, config=_config(settings))
         return _read_queue((await self._ask(lambda stub: stub.CreateQueue, request)).queue)
 
@@ -284,8 +286,8 @@ class AdminCalls:
         return (await self._ask(lambda stub: stub.ReleaseKind, request)).released
 
     async def purge_queue(self, queue: str, *, include_dead: bool = False, limit: int | None = None) -> int:
-        """Cancels the queue's jobs that are not leased, at most `limit`; leased jobs may finish. Returns how many jobs
-        it cancelled. Raises NotFound.
+        """Cancels the queue's jobs that are not leased, at most `limit` jobs. Leased jobs may finish. Returns how many
+        jobs it cancelled. Raises NotFound.
 
         A purge makes several calls to the router. If one of them fails and may have cancelled jobs, the client does not
         try it again, because a second try could cancel further jobs. The error says how many jobs the purge had
@@ -314,10 +316,11 @@ class AdminCalls:
         page_token: str = "",
     ) -> JobPage:
         """Returns a page of the org's jobs without leasing them, the newest first. If you pass `queue` and one live
-        `state`, the jobs come in the order in which they will be claimed. `states`, instead of `state`: jobs in any of
-        these states, always the newest first. A job is returned only if it meets all conditions.
+        `state`, the jobs come in the order in which they will be claimed. Instead of `state`, you can pass `states`:
+        list_jobs then returns jobs in any of these states, always the newest first. A job is returned only if it meets
+        all conditions.
 
-        `attributes`: only jobs that have all of these, always the newest first.
+        `attributes`: returns only jobs that have all of these attributes, always the newest first.
 
         **A page may be empty although more pages follow**: if the org has thousands of jobs, the router searches for
         only some milliseconds per page. So read on until `next_page_token` is empty, or use iter_jobs.
@@ -377,10 +380,10 @@ class AdminCalls:
         per_second: float = 0.0,
     ) -> int:
         """Makes the queue's dead jobs that meet all conditions ready again; their attempts are counted from 1 again.
-        The job that died first goes first. Redrives at most as many jobs as are dead now, because redriven jobs may die
-        again meanwhile. Returns how many jobs it redrove. `per_second`: how many of the jobs become due per second; a
-        job that is not due yet is scheduled. 0: all jobs become due at once. Raises NotFound, Unavailable. A failed
-        call is not tried again, for the reason that purge_queue gives."""
+        The job that died first is redriven first. Redrives at most as many jobs as are dead when the method begins,
+        because redriven jobs may die again meanwhile. Returns how many jobs it redrove. `per_second`: how many of the
+        jobs become due per second; a job that is not due yet is scheduled. 0: all jobs become due at once. Raises
+        NotFound, Unavailable. A failed call is not tried again, for the reason that purge_queue gives."""
         conditions = admin_pb2.RedriveQueueRequest(per_second=per_second)
         redriven = 0
         set_time(conditions.died_after, "died_after", died_after)
@@ -431,8 +434,8 @@ class AdminCalls:
     async def stats(self, queue: str = "", *, include_finished: bool = False) -> Stats:
         """Counts the jobs in each state, for one queue or for all queues of the org (the first 1,000 by name).
 
-        `include_finished`: counts finished jobs too. This is slow if there are many, because all of them are scanned.
-        Raises NotFound if `queue` is given and does not exist."""
+        `include_finished`: counts finished jobs too. This is slow if there are many finished jobs, because all of them
+        are scanned. Raises NotFound if `queue` is given and does not exist."""
         return await self._stats(queue, include_finished=include_finished)
 
     async def _stats(self, queue: str, *, include_finished: bool = False, verb: str = "") -> Stats:
@@ -515,8 +518,9 @@ class AdminCalls:
 
 async def _in_steps(change: Callable[[int], Awaitable[tuple[int, bool]]], limit: int | None, *, done: str) -> int:
     """Changes jobs in bounded steps, at most `limit` in all. `change` is called with the number of jobs that it may
-    change. It returns how many jobs it has changed, and whether there may be more of them. Returns the sum of the
-    changed jobs. `done` is a word for error messages, such as "cancelled", that says what was done to the jobs."""
+    change. `change` returns how many jobs it has changed, and whether there may be more jobs to change. _in_steps
+    returns how many jobs were changed in all. `done` is a word for error messages, such as "cancelled", that says what
+    was done to the jobs."""
     count = 0
     while limit is None or count < limit:
         step = _CHANGE_MAX if limit is None else min(_CHANGE_MAX, limit - count)

@@ -1,6 +1,6 @@
-"""Batch handlers, which take many jobs at once: how a batch handler is run, and what becomes of each job.
+"""Runs batch handlers, which take many jobs at once, and decides the outcome of each job.
 
-This module does not know how jobs are gathered (gathering.py), nor when a batch begins (job_runner.py).
+gathering.py collects the jobs of a batch, and job_runner.py decides when the batch begins.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _WAIT_S_MAX = 60.0
 
 
 class BatchHandlers:
-    """The batch handlers of a worker. Their kinds are registered in `handlers` too, so that no kind gets two
-    handlers."""
+    """The batch handlers of a worker. The kinds of batch handlers are registered in `handlers` too, so that no kind
+    gets two handlers."""
 
     def __init__(self, worker: str, handlers: Handlers, tracing: Tracing) -> None:
         self._worker = worker

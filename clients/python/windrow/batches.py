@@ -33,7 +33,7 @@ class Batch:
 
 
 def calls_of(org: str, jobs: Iterable[NewJob], batch: str) -> Iterator[Together]:
-    """Yields the calls that store a batch, a few at a time. Takes jobs from the iterable only when it needs them.
+    """Yields the calls that store a batch, a few at a time. Reads jobs from the iterable only when they are needed.
     Raises InvalidJob. Raises InvalidRequest if `batch` is not a UUIDv7."""
     try:
         nth_id(batch, 0)

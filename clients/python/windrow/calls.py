@@ -1,7 +1,7 @@
-"""Calls to the routers: deadlines and retries. Does not know what a job is.
+"""Calls to the routers, with deadlines and retries. This module does not know what a job is.
 
-Every call may be retried, because ids and lease tokens make calls idempotent (windrow/v1/queue.proto, which also has
-the rule for retries). When a router process dies, its connections break; the next try reaches another process.
+Every call may be retried, because ids and lease tokens make calls idempotent. The rule for retries is in
+windrow/v1/queue.proto. When a router process dies, its connections break; the next try reaches another process.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ log = logging.getLogger("windrow.client")
 TRY_S = 10.0
 _PAUSE_FIRST_S = 0.05
 _PAUSE_MAX_S = 2.0
-# A router may ask for a pause of any length. A caller that retries for ever waits no longer than this, plus jitter.
+# A router may ask for a pause of any length. A caller that retries for ever waits no longer than this time, plus
+# jitter.
 ASKED_S_MAX = 30.0
 
 # By the rule for retries, a call is not made again after one of these statuses, nor after RESOURCE_EXHAUSTED without
-# RetryInfo. After CANCELLED it is made again, because CANCELLED comes from a router that shuts down; a caller's own
-# cancellation has no status.
+# RetryInfo. After CANCELLED, the call is made again, because this status comes from a router that shuts down. A caller
+# that cancels its own call gets no status.
 FINAL = frozenset(
     {
         StatusCode.INVALID_ARGUMENT,
@@ -95,7 +96,7 @@ class CallFailure:
     violations: tuple[Violation, ...] = ()
     # How long the router asked the client to wait.
     retry_after_s: float | None = None
-    # One of the reasons in docs/errors.md; empty if the error does not come from a router's code.
+    # One of the reasons in docs/errors.md. Empty: the error does not come from a router.
     reason: str = ""
     limit: LimitReached | None = None
 
@@ -150,11 +151,11 @@ class Calls:
         self.try_s = try_s
         self._tokens = tokens
         self._tasks: set[asyncio.Task[None]] = set()
-        # The waits that close() must end: each waits for something other than a router's answer.
+        # The waits that close() must end. Each of them waits for something other than a router's answer.
         self._scopes: set[asyncio.Timeout] = set()
-        # A router has answered, or the log says already that no router answers.
+        # True when a router has answered, or when the log says already that no router answers.
         self._heard = False
-        # A router has answered, so the address and the TLS settings are right.
+        # True when a router has answered: the address and the TLS settings are then right.
         self.answered = False
 
     async def call(
@@ -170,13 +171,12 @@ class Calls:
         refusals: Collection[str] = (),
         verb: str = "",
     ) -> _Response:
-        """Makes one call, with as many tries as its timeout allows. No further try follows a status in `final`, or an
-        error with `final_reason`. There is one exception: the reasons in `refusals` say that nothing was done, so
-        another try may follow even a status in `final`. `verb` is the call's name in errors, by default its method.
-        Raises WindrowError.
+        """Makes one call, with as many tries as its timeout allows. There is no further try after an error with
+        `final_reason`, or after a status in `final` unless the error's reason is in `refusals`: these reasons say that
+        nothing was done. `verb` is the call's name in errors, by default its method. Raises WindrowError.
 
-        `wait_s` is added to the timeouts, for a call that asks the router to wait for jobs. `before_try` is called
-        before each try with the time that remains of `wait_s`.
+        `wait_s` is for a call that asks the router to wait for jobs. It is added to the timeouts. `before_try` is
+        called before each try with the time that remains of `wait_s`.
         """
         budget_s = (self.timeout_s if timeout_s is None else timeout_s) + wait_s
         verb = verb or type(request).__name__.removesuffix("Request")
@@ -205,7 +205,7 @@ class Calls:
             except aio.AioRpcError as error:
                 cause = error
             except asyncio.CancelledError:
-                # Closing a channel cancels its calls. A cancellation by the caller is passed on.
+                # Closing a channel cancels its calls. A cancellation by the caller is raised again.
                 task = asyncio.current_task()
                 if self.closed and task is not None and not task.cancelling():
                     raise self._closed_meanwhile(verb) from None
@@ -253,8 +253,9 @@ class Calls:
 
     @asynccontextmanager
     async def _until_closed(self, verb: str) -> AsyncGenerator[None]:
-        """Ends what is awaited inside as soon as the client is closed, and raises ClientClosed."""
-        # Raise now if it is closed already.
+        """A context manager. As soon as the client is closed, it ends what is awaited in the `with` block, and raises
+        ClientClosed."""
+        # This raises ClientClosed if the client is closed already.
         self.loop()
         # This scope never ends by itself: close() ends it.
         scope = asyncio.timeout(None)
@@ -292,7 +293,8 @@ class Calls:
         return self.channels.loop()
 
     def spawn(self, work: Coroutine[Any, Any, None], context: contextvars.Context) -> None:
-        """Runs a shared call, which hands its errors to its callers. close() waits for this call."""
+        """Runs a call that several callers share, and that passes its errors to these callers. close() waits for this
+        call."""
         task = asyncio.get_running_loop().create_task(work, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -306,8 +308,8 @@ class Calls:
             return await self._tokens.metadata(within_s=self.try_s)
 
     async def renew_token(self, refused: Metadata) -> bool:
-        """Returns whether there is another token than the refused one. If so, the stream may be opened again. Raises
-        what token() raises."""
+        """Returns whether there is a token other than the refused one. If there is, the stream may be opened again.
+        Raises what token() raises."""
         if self._tokens is None:
             return False
         async with self._until_closed("Consume"):
@@ -320,8 +322,8 @@ class Calls:
     def open(
         self, method: Callable[[Stub], _StreamMethod[_Sent, _Received]], *, org: str | None, token: Metadata = ()
     ) -> aio.StreamStreamCall[_Sent, _Received]:
-        """Opens a stream of this org (None: of all orgs) over the next connection. If the stream breaks, stream_error()
-        turns the cause into a WindrowError."""
+        """Opens a stream for this org (None: for all orgs) over the next connection. If the stream breaks,
+        stream_error() turns the cause into a WindrowError."""
         return method(self.channels.stub())(metadata=_metadata(org) + token)
 
     def stream_error(self, verb: str, cause: aio.AioRpcError, *, spent_s: float) -> WindrowError:
@@ -341,7 +343,7 @@ class Calls:
         self, verb: str, failure: CallFailure, *, tries: int, spent_s: float, no_retry: str = ""
     ) -> WindrowError:
         """Returns the error of a call that has failed. `no_retry` says why the call is not retried, if the status does
-        not show that."""
+        not show the reason."""
         effort = f"{tries} tries in {spent_s:.1f} s" if tries > 1 else f"after {spent_s:.1f} s"
         effort += f"; {no_retry}" if no_retry else ""
         why = failure.message + self._remedy(failure)
@@ -357,7 +359,8 @@ class Calls:
         return error
 
     def _remedy(self, failure: CallFailure) -> str:
-        """Returns what the user can do about an error, if the router cannot say it; otherwise an empty text."""
+        """Returns what the user can do about an error that the router cannot explain. Returns an empty text for any
+        other error."""
         if failure.code is StatusCode.UNIMPLEMENTED:
             return f"; {_TOO_OLD}"
         if failure.code is StatusCode.UNAUTHENTICATED and self._tokens is None:
@@ -376,7 +379,8 @@ def _metadata(org: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def error_of(status: Status, *, first: int = 0) -> WindrowError:
-    """Returns the error for a status within an answer. `first` is added to the job indexes of its violations."""
+    """Returns the error for a status within an answer. `first` is added to the job indexes of the error's
+    violations."""
     found = _read_details(status.details)
     error = from_code(status.code, status.message, shifted(found.violations, first) if first else found.violations)
     error.retry_after = found.retry_after_s

@@ -27,7 +27,7 @@ class Cause:
     """One cause. `str(cause)` is a sentence for people.
 
     `name` is the cause's name in proto/windrow/v1/cause.proto, such as "jobs_ahead" or "no_consumer". `figures` has the
-    fields of the cause's message: numbers, texts, times and durations. A value that is None is not known. A router of a
+    fields of the cause's message: numbers, texts, times and durations. A value of None means: not known. A router of a
     later release may send a cause that this release does not know: its name is then "unknown"."""
 
     name: str
@@ -53,17 +53,18 @@ class JobExplanation:
     shard: str
     # At least one cause. The most decisive cause comes first.
     causes: Sequence[Cause]
-    # When the job can run at the earliest. None: that is not known, or the job runs already or will never run again.
+    # The earliest time at which the job can run. None: this time is not known, or the job runs already, or it will
+    # never run again.
     runs_at: datetime | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueExplanation:
-    """Why a queue gives no jobs, or what it would give."""
+    """Why a queue gives no jobs, or which jobs it would give."""
 
     # At least one cause. The most decisive cause comes first.
     causes: Sequence[Cause]
-    # When the next job of the queue can run at the earliest. None: that is not known.
+    # The earliest time at which the next job of the queue can run. None: this time is not known.
     runs_at: datetime | None
 
 
@@ -86,7 +87,7 @@ def read_queue(message: admin_pb2.ExplainQueueResponse) -> QueueExplanation:
 
 
 def read_causes(messages: Iterable[cause_pb2.Cause], *, of_queue: bool = False) -> list[Cause]:
-    """Converts causes. `of_queue` says that they explain a queue, and not a job."""
+    """Converts causes. `of_queue` says that the causes explain a queue, and not a job."""
     return [_read(message, of_queue) for message in messages]
 
 

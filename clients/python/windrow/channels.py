@@ -1,4 +1,5 @@
-"""The connections to the routers behind one address: opens them, and finds out why they cannot be opened."""
+"""The connections to the routers behind one address. This module opens them, and finds out why they cannot be
+opened."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ _CHANNEL_BYTES_MAX = MESSAGE_BYTES_MAX + 65536
 CHANNELS_MAX = 64
 # A client that reaches no router looks for a TLS fault at most once in this time.
 _LOOK_S = 5.0
-# Longer than a router lets a stream live.
+# This is longer than the longest life of a stream at a router.
 _STREAM_S_MAX = 100_000.0
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
@@ -94,10 +95,11 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 
 # The channels of this process that have been connected and not closed.
 _connected: weakref.WeakSet[Channels] = weakref.WeakSet()
-# Whether channels were connected in the parent when it forked this process. If so, a new channel would crash this
-# process or never get an answer: gRPC's threads end at the fork, and leave their shared state as it was.
+# Whether channels were connected in the parent process when it forked this process. If they were, a new channel would
+# crash this process or never get an answer, because gRPC's threads end at the fork, and leave their shared state as it
+# was.
 _is_broken = False
-# When this process closed its last connected channels; monotonic seconds.
+# The time when this process last closed connected channels (monotonic seconds).
 _closed_at_s = -math.inf
 # After the last channel is closed, gRPC's threads need a moment to end: milliseconds, or more on a busy machine.
 _THREADS_END_S_MAX = 1.0
@@ -131,8 +133,8 @@ if sys.platform != "win32":
 
 
 class Channels:
-    """Connections with the stubs of the services. Calls use them in turn. The first use connects them, and from then
-    on they belong to the event loop of that use."""
+    """Connections with the stubs of the services. Calls use the connections in turn. The first call connects them all.
+    From then on, the connections belong to the event loop of that first call."""
 
     def __init__(self, address: str, *, count: int, tls: Tls | Path | str | bool | None, has_token: bool) -> None:
         """`has_token` says that the calls carry a secret, which must not travel in plain text."""
@@ -192,7 +194,7 @@ class Channels:
         return self._stubs[self._turn]
 
     async def close(self) -> bool:
-        """Closes the connections. Returns False if the running event loop is not that of the connections: no other loop
+        """Closes the connections. Returns False if the connections belong to another event loop, because only that loop
         can close them. A second close does nothing."""
         self.closed = True
         channels, self._channels, self._stubs = self._channels, [], []
@@ -208,12 +210,13 @@ class Channels:
         return True
 
     async def tls_fault(self) -> str | None:
-        """Returns why TLS prevents connections, or None if it does not. Connects again if the files have changed."""
+        """Returns why TLS prevents connections, or None if TLS does not prevent them. Connects again if the files have
+        changed."""
         now_s = time.monotonic()
         if self._looking is None or now_s - self._looked_at_s >= _LOOK_S:
             self._looked_at_s = now_s
             self._looking = asyncio.ensure_future(asyncio.to_thread(self._look))
-        # Several calls may wait for the same look: the cancellation of one call must not end the look.
+        # Several calls may wait for the same future: the cancellation of one call must not cancel the future.
         fault, pem = await asyncio.shield(self._looking)
         if pem != self._pem and not self.closed:
             loop = asyncio.get_running_loop()

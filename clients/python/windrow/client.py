@@ -1,6 +1,6 @@
-"""The asyncio client, and its methods that enqueue jobs, lease them, look them up and wait for them. Its other methods
-are in lease_calls.py (what becomes of leased jobs), job_changes.py (changes of stored jobs), admin.py (the admin
-service), schedules.py and workflow_calls.py. calls.py has retries and connections.
+"""The asyncio client, and its methods that enqueue jobs, lease them, look them up and wait for them. The client's other
+methods are in lease_calls.py (to settle and extend leases), job_changes.py (changes of stored jobs), admin.py (the
+admin service), schedules.py and workflow_calls.py. calls.py has retries and connections.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ class Client(LeaseCalls, JobChanges, ScheduleCalls, WorkflowCalls):
       set.
     - `timeout` (s, or timedelta; default 30 s): the time for a whole call with all its tries.
     - `try_timeout` (s, or timedelta; default 10 s): the time for one try.
-    - `channels` (1 to 64; default 1): the number of connections, used in turn. Several router processes share one port,
-      and a connection reaches one of them.
+    - `channels` (1 to 64; default 1): the number of connections. The client uses them in turn. Several router processes
+      share one port, and a connection reaches one of them.
     - `tls` (True, the path of a CA's PEM file, or a Tls; default: as the environment says): see tls.py.
-    - `token` (default $WINDROW_TOKEN): proves who calls, if the cluster asks for a proof. An API key, or a function
-      (also an async one) that returns a token; a function that is not async runs in a thread. If a router refuses a
+    - `token` (default $WINDROW_TOKEN): proves who calls, if the cluster asks for a proof. Pass an API key, or a
+      function that returns a token. The function may be async; otherwise it runs in a thread. If a router refuses a
       token, the client calls the function again. If the function returns another token, the client repeats the call
       with that token. Without TLS, the client sends a token to this machine only, unless `tls` is False.
     - `create_spans`, `tracer_provider`: see tracing.py.
@@ -103,10 +103,10 @@ class Client(LeaseCalls, JobChanges, ScheduleCalls, WorkflowCalls):
       the jobs and returns an Enqueued for each. enqueue_batch calls no middleware, because a repeated batch must have
       the same jobs. The relay of an outbox calls none either: it sends the jobs as they were added.
 
-    Every method may raise a WindrowError (see errors.py). Even then, the call may have taken effect. Leases, job ids
-    and NewJobs make it safe to call the method again. But enqueue, trigger_schedule and restore_jobs make new ids in
-    each call unless the caller gives them. So give the ids yourself, or pass the error's `made_ids` to the second call.
-    Otherwise the second call may store a second job.
+    Every method may raise a WindrowError (see errors.py). A call that raised an error may still have taken effect. It
+    is safe to call the method again with the same leases, job ids or NewJobs. But enqueue, trigger_schedule and
+    restore_jobs make new ids in each call unless the caller gives them. So give the ids yourself, or pass the error's
+    `made_ids` to the second call. Otherwise the second call may store a second job.
     """
 
     # testing.py sets another class.
@@ -207,11 +207,12 @@ class Client(LeaseCalls, JobChanges, ScheduleCalls, WorkflowCalls):
             return [await self._enqueues.put(self.org, message, _size(message))]
 
     async def enqueue_many(self, jobs: Iterable[NewJob], *, independent: bool = False) -> list[Enqueued]:
-        """Stores at most 1,000 jobs (16 MiB), all or none. Returns an Enqueued for each job, in the order of the jobs.
+        """Stores at most 1,000 jobs, with at most 16 MiB in total: all jobs or none. Returns an Enqueued for each job,
+        in the order of the jobs.
 
         `independent`: each job is stored or refused by itself; the Enqueued of a job that was not stored has an
-        `error`. The number of jobs is then unlimited: they are sent in several calls, of which a few run at the same
-        time. Raises an error only if all calls fail.
+        `error`. The number of jobs is then unlimited: the client sends them in several calls, and makes a few of these
+        calls at the same time. Raises an error only if all calls fail.
         """
 
         async def store(jobs: Sequence[NewJob]) -> list[Enqueued]:
@@ -241,11 +242,11 @@ class Client(LeaseCalls, JobChanges, ScheduleCalls, WorkflowCalls):
         after each 1,000 jobs or less.
 
         `batch` is a windrow.uuid7() that the caller keeps. Job n is stored with the id windrow.nth_id(batch, n), even
-        if it has an id of its own. If a limit is smaller than a call, the client sends the call's jobs in smaller
-        calls. After an error, or if the program died, call again with the same batch and jobs within 7 days: jobs that
-        are stored already are not stored again. Raises InvalidJob for the first job that breaks a rule; other jobs of
-        the batch may be stored by then. Raises InvalidRequest if the batch was used for other jobs. Middleware is not
-        called."""
+        if it has an id of its own. If a call is larger than a limit allows, the client sends the call's jobs in smaller
+        calls. After an error, or if the program died, call enqueue_batch again with the same batch and jobs within 7
+        days: jobs that are stored already are not stored again. Raises InvalidJob for the first job that breaks a rule;
+        other jobs of the batch may be stored by then. Raises InvalidRequest if the batch was used for other jobs.
+        Middleware is not called."""
         done = Batch()
         for calls in calls_of(self.org, jobs, batch):
             outcomes = await self.send_together(calls)
@@ -256,8 +257,8 @@ class Client(LeaseCalls, JobChanges, ScheduleCalls, WorkflowCalls):
         return done
 
     async def send_together(self, calls: Together) -> list[list[Enqueued] | BaseException]:
-        """Stores the jobs of a few calls of a batch. Returns the outcome of each call. If a limit is smaller than a
-        call, sends the call's jobs in parts, one after another."""
+        """Stores the jobs of a few calls of a batch. Returns the outcome of each call. If a call is larger than a limit
+        allows, sends the call's jobs in parts, one after another."""
         requests = [request for _, request in calls]
         outcomes = await asyncio.gather(*map(self.send, requests), return_exceptions=True)
         for at, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
@@ -337,8 +338,8 @@ class Client(LeaseCalls, JobChanges, ScheduleCalls, WorkflowCalls):
         falls due in this time.
 
         The jobs stay invisible to other consumers for `visibility_window` (100 ms to 12 h; default 30 s). To know when
-        this window ends, measure with a monotonic clock: from before this call, or from its return if you pass `wait`.
-        `worker` is the name to store in the attempt history.
+        this window ends, measure the time with a monotonic clock, from the moment before this call. If you pass `wait`,
+        measure from the moment when this call returns. `worker` is the name to store in the attempt history.
         """
         if max_jobs < 1:
             # The router would read 0 as the default, which is 1. But a caller that passes the number of its free places
@@ -392,9 +393,9 @@ class Client(LeaseCalls, JobChanges, ScheduleCalls, WorkflowCalls):
         return found
 
     async def find_job(self, queue: str, dedup_key: str, *, include_payload: bool = False) -> JobRecord | None:
-        """Looks a job up by its dedup key. Returns the job whose key counts now, so that an enqueue with this key would
-        be a duplicate of it. Returns None if there is no such job. If the key counts for two jobs (as the live key of
-        one, and for a window of the other), returns the job with the live key."""
+        """Looks a job up by its dedup key. Returns the job for which the key counts now: an enqueue with this key would
+        be a duplicate of that job. Returns None if there is no such job. The key may count for two jobs: as the live
+        key of one job, and for the dedup window of the other. In this case, returns the job with the live key."""
         request = queue_pb2.FindJobRequest(
             org=self.org,
             queue=checked_text("queue", queue),
@@ -433,7 +434,8 @@ class Client(LeaseCalls, JobChanges, ScheduleCalls, WorkflowCalls):
             await asyncio.sleep(random.uniform(0.2, 0.5) * _WORTH_WAITING_S)
 
     async def server_info(self) -> ServerInfo:
-        """Returns the version and the limits of the router that answers. Needs no shard."""
+        """Returns the version and the limits of the router that answers. The router answers this call even if no shard
+        does."""
         request = server_pb2.GetServerInfoRequest()
         return read_server_info(await self.calls.call(lambda stub: stub.GetServerInfo, request))
 
@@ -441,7 +443,7 @@ class Client(LeaseCalls, JobChanges, ScheduleCalls, WorkflowCalls):
 async def _enqueue_shared(
     calls: Calls, org: str, jobs: Sequence[job_pb2.NewJob], timeout_s: float
 ) -> list[Enqueued | WindrowError]:
-    # A call with a single job is not independent, so that its refusal is an error of the whole call: such an error
+    # A call with a single job is not independent. So if the job is refused, the whole call fails, with an error that
     # names the address and the number of tries.
     request = queue_pb2.EnqueueRequest(org=org, jobs=jobs, independent=len(jobs) > 1)
     # Do not retry the call if a limit refuses it: the coalescer sends its jobs again later, and lets other jobs go

@@ -1,8 +1,8 @@
-"""Batches the requests of concurrent callers into shared calls. Does not know what the requests contain.
+"""Batches the requests of concurrent callers into shared calls. This module does not know what the requests contain.
 
 No request waits for others to join it. While fewer than `calls_max` calls are running, the requests of one event loop
-iteration are sent at its end. Later requests collect until a call returns, and then go together. An idle client's call
-is sent at once; a busy client's calls carry hundreds of requests.
+iteration are sent at its end. Later requests wait until a call returns, and are then sent together. An idle client's
+call is sent at once; a busy client's calls carry hundreds of requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Answer = TypeVar("_Answer")
 
 # A large call delays the other calls on its connection, and a call must stay well below the largest message.
 _BYTES_MAX = 4 * 1024 * 1024
-# The call's own error says more than a timeout does: give the error a moment to arrive before the timeout.
+# The call's own error says more than a timeout does. So wait this long after the deadline for that error.
 _GRACE_S = 0.1
 
 
@@ -38,7 +38,7 @@ class _Request(Generic[_Item, _Answer]):
     ) -> None:
         self.item = item
         self.size = size
-        # By the event loop's clock.
+        # The deadline of the request, by the event loop's clock.
         self.deadline = deadline
         self.answer = answer
         self.context = context
@@ -47,9 +47,9 @@ class _Request(Generic[_Item, _Answer]):
 class Coalescer(Generic[_Item, _Answer]):
     """The shared calls of one method for one org.
 
-    `send` makes a call with several items and returns an answer or an error for each. If it raises, every caller gets
-    the error. An InvalidRequest whose violations name items is treated differently: only the callers of those items get
-    it, and the other items are sent again.
+    `send` makes a call with several items and returns an answer or an error for each. If `send` raises an error, every
+    caller gets the error. The only exception is an InvalidRequest whose violations name items: only the callers of
+    these items get it, and the other items are sent again.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Coalescer(Generic[_Item, _Answer]):
         request = _Request(item, size, deadline, answer, contextvars.copy_context())
         self._waiting.append(request)
         if not self._start_scheduled and self._calls_running < self._calls_max:
-            # Start at the end of this event loop iteration, so that its other requests are included.
+            # Start at the end of this event loop iteration, so that the other requests of the iteration are included.
             self._start_scheduled = True
             loop.call_soon(self._start)
         timer = loop.call_at(deadline + _GRACE_S, self._expire, request)
@@ -150,11 +150,12 @@ class Coalescer(Generic[_Item, _Answer]):
             self._start()
 
     def _refuse(self, request: _Request[_Item, _Answer], error: WindrowError) -> None:
-        """If a limit refused the item, but may have room for it before the deadline, sends the item again when there
-        may be room. Other items are sent first meanwhile. Otherwise gives the error to the caller."""
+        """Handles an error for one item. If a limit refused the item, and may have room for it before the deadline,
+        sends the item again at the time when there may be room. Until then, other items are sent. In all other cases,
+        gives the error to the caller."""
         loop = asyncio.get_running_loop()
         if error.reason == LIMIT_REACHED and error.retry_after is not None:
-            # Spread the callers: the router names the same time to many of them.
+            # Retry at random times, because the router names the same time to many callers.
             pause_s = error.retry_after * random.uniform(1.0, 1.5)
             if loop.time() + pause_s < request.deadline:
                 self._paused += 1
@@ -171,7 +172,7 @@ class Coalescer(Generic[_Item, _Answer]):
             _fail(request, error)
         finally:
             self._paused -= 1
-        # If the request has failed, the next call leaves it out.
+        # If the request has failed, _take() drops it.
         self._waiting.append(request)
         self._start()
 

@@ -1,7 +1,7 @@
 """A worker's stream to a router. A stream that breaks is replaced by a new one.
 
-This module owns the credit: how many more jobs the router may send. It knows neither how jobs run (job_runner.py) nor
-what is reported about them (settlements.py).
+This module owns the credit, which is the number of jobs that the router may still send. job_runner.py runs the jobs,
+and settlements.py has the reports about them.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ KINDS_MAX = 64
 _KIND = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 # The reason of an error (docs/errors.md).
 _EXPIRED = "STREAM_EXPIRED"
-# The code of Settled.error for a message that was too large: the router has ignored it.
+# The code of Settled.error for a message that was too large. The router ignores such a message.
 _TOO_LARGE: int = StatusCode.INVALID_ARGUMENT.value[0]
 # A refused stream ends within this time after its initial metadata.
 _REFUSED_S_MAX = 0.1
-# If a stream lasts longer than this, the pauses between streams begin with the shortest one again. It is not enough
-# that the router has answered: a router may answer and fail at once, again and again.
+# If a stream lasts longer than this, the pauses between streams begin with the shortest one again. An answer of the
+# router is not enough for that, because a router may answer and then fail at once, again and again.
 _STEADY_S = 1.0
 
 
@@ -81,25 +81,25 @@ class ConsumeStream:
         self._credit = 0
         # The token of this stream.
         self._token: Metadata = ()
-        # The stream's token is new, and no router has accepted it yet.
+        # True: the stream's token is new, and no router has accepted it yet.
         self._renewed = False
         self._refusals = client.calls.refusals()
-        # The log says already that the token is refused.
+        # True: the log says already that the token is refused.
         self._told_of_refusal = False
-        # The router has announced that it will end this stream.
+        # True: the router has announced that it will end this stream.
         self._draining = False
         # The credit of messages that are not answered yet, by their request_id.
         self._unconfirmed: dict[int, int] = {}
-        # A write has failed, because the stream had ended.
+        # True: a write has failed, because the stream had ended.
         self._write_failed = False
         self._closing = asyncio.Event()
         self._backoff = Backoff(AWAY_FIRST_S, AWAY_MAX_S)
 
     def tell_kinds(self, kinds: Collection[str]) -> None:
-        """Tells routers which kinds the worker has handlers for, from the next stream on. Tells no kinds if there are
-        more than a stream may name: routers then suppose that the worker takes all kinds."""
+        """Tells routers which kinds the worker has handlers for, from the next stream on. If there are more kinds than
+        a stream may name, tells none. Routers then assume that the worker takes all kinds."""
         if len(kinds) <= KINDS_MAX:
-            # Leave out kinds of another form: no job has such a kind, and the router would refuse the stream.
+            # Leave out kinds that do not match _KIND: no job has such a kind, and the router would refuse the stream.
             self._start.kinds[:] = sorted(filter(_KIND.fullmatch, kinds))
 
     async def run(self) -> None:
@@ -110,8 +110,8 @@ class ConsumeStream:
             try:
                 await self._session()
                 if self._draining:
-                    # The router closes the connection now. Wait until it has done so: then the next stream uses another
-                    # router.
+                    # The router closes the connection now. Wait until it is closed, so that the next stream uses
+                    # another router.
                     await self._pause(self._backoff.next_s())
             except Unauthenticated as error:
                 self._settlements.on_disconnect()
@@ -133,8 +133,8 @@ class ConsumeStream:
                 await self._pause(patient_pause_s(error, own_s=self._backoff.next_s()))
 
     async def _renew_token(self, refusal: Unauthenticated) -> None:
-        """Asks for another token after a refusal. If there is none, waits before the next try: the refused token may be
-        accepted again. Raises the refusal when it is time to give up."""
+        """Asks for another token after a refusal. If there is no other token, waits before the next try, because the
+        refused token may be accepted again. Raises the refusal when it is time to give up."""
         final = self._refusals.is_final()
         failure: Exception | None = None
         try:
@@ -206,7 +206,7 @@ class ConsumeStream:
             async for response in call:
                 self._on_response(response)
         except asyncio.CancelledError:
-            # Closing a channel cancels its streams. A cancellation of this task is passed on.
+            # Closing a channel cancels its streams. A cancellation of this task is raised again.
             task = asyncio.current_task()
             if self._client.calls.closed and task is not None and not task.cancelling():
                 raise ClientClosed(f"Consume at {self._client.calls.address}: the client was closed") from None
@@ -231,7 +231,7 @@ class ConsumeStream:
         self._settlements.wake.set()
 
     def _count_refused_credit(self, settled: queue_pb2.Settled) -> None:
-        """Takes back the credit of a message that was too large: the router has not counted it."""
+        """Subtracts the credit that a too large message gave, because the router has not counted this credit."""
         given = self._unconfirmed.pop(settled.request_id, 0)
         if settled.error.code == _TOO_LARGE:
             self._credit = max(0, self._credit - given)
@@ -242,7 +242,7 @@ class ConsumeStream:
         while True:
             wake.clear()
             if self._draining:
-                # Send nothing more: everything that comes from now on is sent on the next stream.
+                # Send nothing more on this stream: all later entries are sent on the next stream.
                 if settlements.unanswered_since() is None:
                     await call.done_writing()
                     return
@@ -251,9 +251,9 @@ class ConsumeStream:
             has_content = settlements.fill(request) or request.HasField("start")
             wanted = self._jobs_wanted()
             more = wanted - self._credit
-            # A message for each job would be too many. If there is nothing else to send, send credit only when the
-            # router's remaining credit covers at most half of the wanted jobs. If there is something else to send, add
-            # any credit to it.
+            # Do not send a message for each job. If there is nothing else to send, send credit only when the router's
+            # remaining credit is at most half of the wanted jobs. If there is something else to send, add the credit to
+            # that message.
             if more > 0 and (has_content or self._credit * 2 <= wanted):
                 request.credit = more
                 self._credit += more
@@ -277,7 +277,7 @@ class ConsumeStream:
     async def _confirm_connected(self, call: _Call) -> None:
         away_since = self._connectivity.away_since
         await call.initial_metadata()
-        # A refused stream has initial metadata, too, but ends right after it.
+        # A refused stream has initial metadata, too, but ends right after the metadata.
         await asyncio.sleep(_REFUSED_S_MAX)
         if not call.done():
             self._on_accepted()

@@ -1,4 +1,4 @@
-"""The schedules that a worker's program declares in code (Worker.every), and how they are made known to the cluster."""
+"""The schedules that a worker's program declares in code (Worker.every). This module declares them to the cluster."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Declarations:
 
     async def keep(self) -> None:
         """Declares the schedules to the cluster. After an error that may pass, such as a shard that is away, tries
-        again for ever. Raises other errors of the client. Does nothing if no schedule is declared, unless undeclared
-        schedules are to be removed."""
+        again for ever. Raises other errors of the client. Does nothing if no schedule is declared and `removes` is
+        false."""
         if not self._declared and not self.removes:
             return
         declared = [(name, schedule, job) for name, (schedule, job) in self._declared.items()]
@@ -61,7 +61,8 @@ class Declarations:
 def _may_pass(error: WindrowError) -> bool:
     match error:
         case ResourceExhausted():
-            # An error without a time to wait does not pass: the org already has as many schedules as it may have.
+            # Without a time to wait, the error does not pass, because the org already has the highest number of
+            # schedules.
             return error.retry_after is not None
         case FailedPrecondition():
             # MISCONFIGURED: a database of the cluster is not what the routers expect. Wait until an operator has

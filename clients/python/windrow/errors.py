@@ -1,4 +1,4 @@
-"""The client's errors, as one tree. Independent of gRPC's classes: calls.py converts gRPC's errors.
+"""The client's errors, as one tree of classes. They do not depend on gRPC's classes: calls.py converts gRPC's errors.
 
     WindrowError
     ├── InvalidRequest        correct the request: .violations names the fields; nothing was stored
@@ -45,11 +45,11 @@ class WindrowError(Exception):
     """Any failure of a call.
 
     `retry_after`: the seconds that the router asked to wait, or None. `reason`: why the call failed, for programs, such
-    as "SHARD_UNAVAILABLE" (docs/errors.md); empty if the error does not come from a router's code. `limit`: the limit
-    that had no room for the jobs, or None. `details`: the router's message without the call and its tries, to be shown
-    to people; empty if the error is not about one call. `made_ids`: the ids that the call sent: the job's id for
-    enqueue, the request_id for trigger_schedule, the new_ids for restore_jobs. The failed call may have taken effect. A
-    second call with these ids does nothing twice.
+    as "SHARD_UNAVAILABLE" (docs/errors.md); empty if the error does not come from a router. `limit`: the limit that had
+    no room for the jobs, or None. `details`: the router's message without the call and its tries, to be shown to
+    people; empty if the error is not about one call. `made_ids`: the ids that the call sent: the job's id for enqueue,
+    the request_id for trigger_schedule, the new_ids for restore_jobs. The failed call may have taken effect. A second
+    call with these ids does not repeat what the first call has done.
     """
 
     retry_after: float | None = None
@@ -93,7 +93,7 @@ class Unauthenticated(PermissionDenied):
 
 class TlsFailed(WindrowError):
     """The settings of client and router allow no connection. One speaks TLS and the other does not, or one does not
-    accept the other's certificate. The message says which of these it is, and what to do."""
+    accept the other's certificate. The message says what is wrong, and what to do."""
 
 
 class RouterTooOld(WindrowError):
@@ -106,7 +106,7 @@ class Unavailable(WindrowError):
 
 class ResourceExhausted(WindrowError):
     """The router is full, the shard is busy, the message is larger than the router accepts, the org would have too many
-    queues, schedules or the like, or the org has reached a limit of what it may enqueue (`limit`)."""
+    queues or schedules, for example, or the org has reached a limit of what it may enqueue (`limit`)."""
 
 
 class DeadlineExceeded(WindrowError):
@@ -121,12 +121,12 @@ class ClientClosed(WindrowError):
     """The client cannot be used: it was closed, or made in another event loop or before a fork."""
 
 
-# Trying again does not help, so these errors end a worker. After any other error, a worker connects again.
+# A retry cannot help after these errors, so they end a worker. After any other error, a worker connects again.
 FATAL = (InvalidRequest, PermissionDenied, TlsFailed, RouterTooOld, ClientClosed)
 # A later retry may succeed without anybody's help.
 TRANSIENT = (Unavailable, ResourceExhausted, DeadlineExceeded, RouterError)
 
-# By google.rpc.Code. Any other code is a RouterError.
+# The error class for each google.rpc.Code. Any other code becomes a RouterError.
 _BY_CODE: dict[int, type[WindrowError]] = {
     4: DeadlineExceeded,
     5: NotFound,
@@ -141,7 +141,7 @@ _BY_CODE: dict[int, type[WindrowError]] = {
 }
 _INVALID_ARGUMENT = 3
 _IN_JOB = re.compile(r"jobs\[(\d+)\]")
-# The field of one part of a shared call. The parts may come from different callers.
+# Matches the path of one part of a shared call. The parts may come from different callers.
 _IN_PART = re.compile(r"(?:jobs|acks)\[(\d+)\]")
 
 
@@ -161,7 +161,8 @@ def from_code(code: int, message: str, violations: Iterable[Violation] = ()) -> 
 
 @contextlib.contextmanager
 def ids_in_error(ids: Sequence[str]) -> Generator[None]:
-    """Gives the ids of a call to its error, so that the caller can make the call again with them."""
+    """If the call raises a WindrowError, sets `made_ids` of the error, so that the caller can make the call again with
+    these ids."""
     try:
         yield
     except WindrowError as error:
@@ -175,7 +176,7 @@ def invalid_argument(name: str, fault: object) -> InvalidRequest:
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
-    """Returns the error with the names of the caller's arguments instead of those of the request's fields."""
+    """Returns the error with the names of the caller's arguments in place of the names of the request's fields."""
 
     def in_text(text: str) -> str:
         for field, name in names.items():
@@ -190,7 +191,7 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
 
 
 def shifted(violations: Iterable[Violation], by: int) -> list[Violation]:
-    """Adds `by` to the job indexes of violations: for a call that was sent as one of several parts."""
+    """Adds `by` to the job indexes of violations, for a request that was sent in several parts."""
 
     def moved(match: re.Match[str]) -> str:
         return f"jobs[{int(match[1]) + by}]"
@@ -199,7 +200,7 @@ def shifted(violations: Iterable[Violation], by: int) -> list[Violation]:
 
 
 def alone(error: InvalidRequest, at: int) -> InvalidRequest:
-    """Returns the error that the refused call would have got if part `at` had been its only part."""
+    """Returns the error that the call would have got if part `at` had been the only part of the call."""
 
     def first(match: re.Match[str]) -> str:
         return match[0].replace(match[1], "0") if int(match[1]) == at else match[0]

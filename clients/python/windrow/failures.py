@@ -1,4 +1,5 @@
-"""Why an attempt failed: the failure that a nack reports, and how it is made from an exception. No I/O."""
+"""The failure that a nack reports, which says why an attempt failed. This module makes a Failure from an exception. No
+I/O."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ from windrow.v1 import job_pb2
 _CUT = "... (older frames are left out)\n"
 # A traceback may be extremely long, for example after an error in a deep recursion.
 _STACK_PARTS_MAX = 10_000
-# The message of an error is also stored separately. So a long message must not use up the space of the frames in the
-# stack.
+# The message of an error is also stored separately. So a long message in the stack is shortened, so that it does not
+# use up the space of the frames.
 _PART_CHARS_MAX = 1_000
 _BARE_MODULES = frozenset({"builtins", "__main__"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why an attempt failed. Longer texts are shortened: a message keeps its beginning, a stack its end."""
+    """Why an attempt failed. Longer texts are shortened: a message keeps its beginning, and a stack keeps its end."""
 
     # The kind of error, such as an exception class. At most 256 bytes.
     type: str = ""
@@ -64,8 +65,8 @@ def type_name(kind: type[BaseException]) -> str:
 
 
 def stack_of(error: BaseException, frames: TracebackType | None) -> str:
-    """Returns the traceback of an exception from `frames` on, with its causes. If the traceback is too long, returns
-    its newest frames only."""
+    """Returns the traceback of an exception as text. It begins at `frames`, and includes the causes of the exception.
+    If the traceback is too long, returns only its newest frames."""
     described = traceback.TracebackException(type(error), error, frames)
     text = "".join(map(_shortened, itertools.islice(described.format(), _STACK_PARTS_MAX))).rstrip()
     newest = clipped(text, FAILURE_STACK_BYTES_MAX - len(_CUT), keep_end=True)
@@ -76,8 +77,8 @@ def stack_of(error: BaseException, frames: TracebackType | None) -> str:
 
 
 def frames_of(error: BaseException, *, runners: Collection[str]) -> TracebackType | None:
-    """Returns the traceback from the handler on. `runners` are the files that call handlers: their frames are left
-    out."""
+    """Returns the traceback, beginning at the handler. `runners` are the files that call handlers: the frames of these
+    files are left out."""
     handler = frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         if frame.tb_frame.f_code.co_filename in runners:

@@ -1,6 +1,6 @@
-"""Starts processes through a fork server of multiprocessing. This server is separate from the one that the program
-itself may use, so its imports and ignored signals do not affect the program's own processes. Windows has no fork
-server.
+"""Starts processes through a fork server of multiprocessing. The program itself may use another fork server. The two
+are separate, so the imports and ignored signals of this server do not affect the program's own processes. Windows has
+no fork server.
 
 The server has one thread, and forks the processes. The worker's process does not fork, because its other threads may
 run an event loop or hold locks, and the fork could hang.

@@ -1,4 +1,4 @@
-"""Jobs that wait for a batch handler, and when a batch of them should begin. No I/O, no clock."""
+"""The jobs that wait for a batch handler. Decides when a batch of these jobs should begin. No I/O, no clock."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@ this module.
 
 The server has imported the whole client, which a handler's module imports too (`from windrow import Job`). So a process
 starts with a twentieth of the CPU time that it would need to import the client itself, and shares the memory of the
-imports with the other processes. The server has one thread and has made no gRPC channel: it is safe to fork.
+imported modules with the other processes. It is safe to fork the server, because it has one thread and has made no gRPC
+channel.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The threads in which handlers run. If the caller of a thread is cancelled, for example after a timeout, the thread is
-left running. The callers measure the time."""
+"""The threads in which handlers run. If the caller of run() is cancelled, for example after a timeout, the thread
+continues. The callers measure the time."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class HandlerThreads:
         self._worker = worker
         self._abandoned_ended = abandoned_ended
         self._threads: ThreadPoolExecutor | None = None
-        # Kills processes in a thread: hundreds of kills at once would delay the event loop, and so the extends of the
-        # leases.
+        # A thread that kills processes. Hundreds of kills in the event loop would delay the loop, and so the extends of
+        # the leases.
         self._killer: ThreadPoolExecutor | None = None
         # How many threads still run although nobody waits for their handlers any more.
         self._abandoned = 0
@@ -67,8 +67,8 @@ class HandlerThreads:
         self, function: Callable[[_Argument], _Result], argument: _Argument, helds: Sequence[HeldLease]
     ) -> _Result:
         """Runs a function in a thread, in a copy of the caller's context, for the jobs of these leases. Raises what the
-        function raises. If the caller is cancelled, leaves the thread running, or kills the process that runs the
-        handler."""
+        function raises. If the caller is cancelled, kills the process that runs the handler; if there is no process,
+        lets the thread continue."""
         assert self._threads is not None
         context = contextvars.copy_context()
         process = helds[0].process
@@ -85,14 +85,14 @@ class HandlerThreads:
                 # one without its traceback, and it refuses StopIteration (PEP 479).
                 return None, error
 
-        # Not the pool's own future: submit() returns none if it fails.
+        # Do not use the pool's own future, because submit() returns no future if it fails.
         thread: Future[tuple[_Result | None, BaseException | None]] = Future()
 
         def begin() -> None:
             if thread.set_running_or_notify_cancel():
                 thread.set_result(run())
 
-        # Mark the jobs before the thread begins: they must not be released from then on.
+        # Mark the jobs before the thread begins, because they must not be released after it has begun.
         _mark(helds, in_thread=process is None)
         try:
             self._threads.submit(begin)
@@ -137,7 +137,7 @@ class HandlerThreads:
             del error
 
     def _abandon(self, thread: Future[Any]) -> None:
-        """Gives up a thread: nobody waits for its end any more."""
+        """Counts a thread for whose end nobody waits any more."""
         loop = asyncio.get_running_loop()
 
         def on_end(_: Future[Any]) -> None:
@@ -167,7 +167,7 @@ def _mark(helds: Sequence[HeldLease], *, in_thread: bool) -> None:
 
 
 def frames_now(thread: int, *, runners: Collection[str]) -> TracebackType | None:
-    """Returns the present stack of a thread, as a traceback from the handler on. `runners`: the files that call
+    """Returns the current stack of a thread, as a traceback that begins at the handler. `runners`: the files that call
     handlers."""
     traceback: TracebackType | None = None
     frame = sys._current_frames().get(thread)  # noqa: SLF001

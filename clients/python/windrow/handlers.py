@@ -1,5 +1,5 @@
-"""The handlers of a worker, and how each handler is run: in a task, a thread or a process, within its time. Decides the
-outcome of the job, whatever the handler raises.
+"""Runs the handlers of a worker: each in a task, a thread or a process, and within its timeout. Decides the outcome of
+the job, whatever the handler raises.
 
 job_runner.py decides when each handler begins, and passes the outcomes on. processes.py has the processes.
 """
@@ -42,10 +42,10 @@ _Result = TypeVar("_Result")
 RUNNERS = frozenset(
     os.path.join(os.path.dirname(__file__), name) for name in ("batch_handlers.py", "handler_threads.py", "handlers.py")
 )
-# How many characters of a failure a line of the log shows.
+# A line of the log shows at most this many characters of a failure.
 SUMMARY_CHARS_MAX = 200
-# A handler is stopped a little before its job's max_runtime ends: a tenth of max_runtime before this end, but at most
-# this many seconds before.
+# A handler is stopped a little before its job's max_runtime ends: earlier by a tenth of max_runtime, but by at most
+# this many seconds.
 _MARGIN_S_MAX = 1.0
 
 
@@ -54,7 +54,7 @@ class Registered(NamedTuple):
     is_async: bool
     timeout_s: float | None
     isolated: bool = False
-    # Whether the coroutine of the function may be run directly, with nothing around it.
+    # Whether the coroutine of the function may be run directly, without a middleware, a timeout, a thread or a process.
     is_bare: bool = False
 
 
@@ -62,15 +62,16 @@ class Suspended(NamedTuple):
     """A handler that waits for something."""
 
     run: Coroutine[Any, Any, Any]
-    # What the handler waits for, as its coroutine has yielded it.
+    # The object that the handler's coroutine has yielded, for which the handler waits.
     awaited: object
-    # None: the coroutine returns the job's outcome. Otherwise the coroutine is this handler's own, and returns the
-    # handler's result.
+    # None: `run` returns the job's outcome. Otherwise `run` is the coroutine of this handler, and returns the handler's
+    # result.
     handler: Registered | None
 
 
 def refuse_no_kinds(decorator: str, kinds: Sequence[object]) -> None:
-    """Raises InvalidRequest unless these are kinds. A decorator without parentheses gets the function instead."""
+    """Raises InvalidRequest unless `kinds` has kinds. If the user writes the decorator without parentheses, it gets the
+    function in place of the kinds."""
     if not kinds or not all(isinstance(kind, str) for kind in kinds):
         raise InvalidRequest(f'{decorator} needs the kinds of its jobs: write @worker.{decorator}("a_kind")')
 
@@ -93,7 +94,7 @@ class Handlers:
         self._unhandled = unhandled
         self._by_kind: dict[str, Registered] = {}
         self.threads = HandlerThreads(worker, abandoned_ended=abandoned_ended)
-        # The processes that run no job.
+        # The processes that run no job now.
         self._processes: list[HandlerProcess] = []
         # Whether a handler gets a span even if its job carries no trace.
         self.makes_spans = False
@@ -133,8 +134,8 @@ class Handlers:
             self._by_kind[kind] = handler
 
     def open(self, concurrency: int) -> None:
-        """Prepares the threads. Raises InvalidRequest if a handler is to run in a process, but cannot be sent to
-        one."""
+        """Prepares the threads. Raises InvalidRequest if a handler with `isolate="process"` cannot be sent to a
+        process."""
         if not self._by_kind:
             log.warning("worker %s has no handlers, and gives every job back", self._worker)
         for kind, handler in self._by_kind.items():
@@ -152,7 +153,7 @@ class Handlers:
         self.threads.close()
 
     def on_jobs(self) -> None:
-        """Call this when jobs have come, before their handlers run."""
+        """Call this when jobs have arrived, before their handlers run."""
         self.makes_spans = self._tracing.has_sdk()
 
     async def run(self, held: HeldLease) -> Action:
@@ -168,7 +169,7 @@ class Handlers:
         handler = self._by_kind.get(job.kind)
         if handler is None:
             return self._unhandled.give_back(job)
-        # Most handlers need nothing around them, so their own coroutine is run.
+        # Most handlers need no span, middleware, timeout or thread. The coroutine of such a handler is run directly.
         bare = handler.is_bare and job.max_runtime is None and not (job.traceparent or self.makes_spans)
         try:
             run: Coroutine[Any, Any, Any]
@@ -198,7 +199,7 @@ class Handlers:
         return DONE if result is None else context.run(self.done, handler, held, result)
 
     async def _run_whole(self, handler: Registered, held: HeldLease) -> Action:
-        """Runs a handler with all that may be around it: a span, middleware, a timeout, a thread or a process."""
+        """Runs a handler together with what it needs: a span, middleware, a timeout, a thread or a process."""
         job = held.job
         if not (job.traceparent or self.makes_spans):
             return await self._outcome(handler, held, trace.INVALID_SPAN)
@@ -242,12 +243,12 @@ class Handlers:
         """Returns the outcome of a job with this error, and logs it."""
         process = held.process
         if process is not None and process.error is error and process.action is not None:
-            # This error comes from another process, and has lost its traceback on the way. The failure has the
-            # traceback.
+            # This error comes from another process. It has lost its traceback on the way, but the failure in `action`
+            # has the traceback.
             action, cause, frames = process.action, error, None
         else:
             action, cause = action_of(error, runners=RUNNERS)
-            # It is not known what a process that timed out was doing.
+            # If a process has timed out, nobody knows what it was doing.
             unknown = process is not None and isinstance(cause, TimedOut)
             frames = None if unknown else frames_of(cause, runners=RUNNERS)
         if isinstance(action, Failed):
@@ -307,8 +308,8 @@ class Handlers:
         )
 
     def _log_failure(self, job: Job, action: Failed, error: BaseException, frames: TracebackType | None) -> None:
-        """Logs a failed attempt. An error that nobody expects is logged with its traceback. If it has no traceback, it
-        is logged with the stack of the failure."""
+        """Logs a failed attempt. An unexpected error is logged with its traceback, or with the stack of the failure if
+        the error has no traceback."""
         failure = action.failure
         # An Outcome and a timeout are both expected: a handler raises an Outcome on purpose, and its timeout was set on
         # purpose.
@@ -339,7 +340,8 @@ class Handlers:
 
 @types.coroutine
 def _in_context(context: contextvars.Context, suspended: Suspended) -> Generator[Any, Any, Any]:
-    """Awaits the rest of a coroutine in the current task, but in this context. Returns the coroutine's result."""
+    """Awaits the rest of a coroutine in the current task, but in the context `context`. Returns the coroutine's
+    result."""
     work, awaited = suspended.run, suspended.awaited
     while True:
         try:
@@ -363,8 +365,8 @@ def timeout_of(timeout: Span | None) -> float | None:
 
 
 def left_s(helds: Sequence[HeldLease]) -> float:
-    """Returns for how long a handler may still run, given the max_runtime of its jobs. This time ends before the shard
-    ends a lease, so that the shard still accepts the failure."""
+    """Returns for how many seconds a handler may still run, because of the max_runtime of its jobs. This time ends
+    before the shard ends a lease, so that the shard still accepts the failure."""
     ends = [
         held.until - min(held.job.max_runtime.total_seconds() / 10, _MARGIN_S_MAX)
         for held in helds
@@ -375,7 +377,8 @@ def left_s(helds: Sequence[HeldLease]) -> float:
 
 async def in_time(work: Awaitable[_Result], timeout_s: float, message: str, helds: Sequence[HeldLease]) -> _Result:
     """Awaits a handler's work on the jobs of these leases. Raises TimedOut if the work does not finish in time."""
-    # This scope never ends by itself: on_timeout() ends it, after it has set the reason where the handler can see it.
+    # This scope never ends by itself. on_timeout() ends it, after it has set job.lost, where the handler can read the
+    # reason.
     scope = asyncio.timeout(None)
     loop = asyncio.get_running_loop()
 
@@ -421,9 +424,9 @@ def is_the_workers(error: BaseException, handler: Registered) -> bool:
     """Returns whether an error that a handler has raised is meant for the worker. Any other error decides the outcome
     of the job."""
     if isinstance(error, KeyboardInterrupt):
-        # At Ctrl-C, Python raises KeyboardInterrupt in the main thread, where only async handlers run. In another
-        # thread or process, the handler itself has raised the error.
+        # At Ctrl-C, Python raises KeyboardInterrupt in the main thread, where only async handlers run. A handler in
+        # another thread or process has raised this error itself.
         return handler.is_async
-    # Find out whether the current task itself was cancelled, and not only something inside its handler.
+    # Find out whether the current task itself was cancelled. Otherwise only something inside the handler was cancelled.
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0

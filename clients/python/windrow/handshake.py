@@ -1,9 +1,9 @@
-"""Finds out why no connection to an address can be made: one side speaks TLS and the other does not, or one does not
-accept the other's certificate.
+"""Finds out why TLS prevents a connection to an address: one side speaks TLS and the other does not, or one side does
+not accept the other's certificate.
 
 gRPC reports all of these faults as UNAVAILABLE, like a router that does not answer, and some only as "Socket closed".
-So this module makes one or two connections of its own, and sees how the router reacts. It blocks for a few seconds at
-most. If a router does not answer, or is about to stop, that is no fault, and is not reported.
+So this module makes one or two connections of its own, and checks how the router reacts. It blocks for a few seconds at
+most. A router that does not answer, or that is about to stop, is not reported as a fault.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Answer(Enum):
 
     SETTINGS = auto()
     CLOSED = auto()
-    # Nothing yet, or something else.
+    # The server has sent nothing yet, or something else.
     OTHER = auto()
 
 

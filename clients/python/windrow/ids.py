@@ -1,8 +1,9 @@
-"""Job ids: UUIDv7, in the order in which they were made. This module keeps the last id of the process.
+"""Makes job ids. They are UUIDv7s, and each id is greater than the ids that this process made before. This module keeps
+the last id of the process.
 
-RFC 9562, section 5.7, with the monotonic random counter of section 6.2, method 2: the last 48 bits are the counter.
-Every millisecond, all random bits are taken anew from the system's random source, except the counter's top bit, which
-starts as 0. Within a millisecond the counter grows by a random step.
+The ids follow RFC 9562, section 5.7, with the monotonic random counter of section 6.2, method 2. The last 48 bits are
+the counter. In every millisecond, all random bits get new values from the system's random source. Only the counter's
+top bit starts as 0. Within a millisecond the counter grows by a random step.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _LOCK_FREE = sys.version_info >= (3, 14) or getattr(sys, "_is_gil_enabled", lamb
 
 _lock = threading.Lock()
 _ms = 0
-# For the current millisecond: its end (ns since 1970), the prefix of its ids, and the counter. Replaced as one tuple,
-# so that a thread never sees parts of two tuples.
+# The end of the current millisecond (ns since 1970), the prefix of its ids, and its counter. The whole tuple is
+# replaced at once, so that a thread never sees parts of two tuples.
 _current: tuple[int, str, Callable[[], int]] = (0, "", count().__next__)
 
 
@@ -75,8 +76,8 @@ def made_at(id: str) -> float:  # noqa: A002
 
 
 def _begin(seen: tuple[int, str, Callable[[], int]]) -> None:
-    """Moves on to the next millisecond. Runs ahead of the clock if the counter of the current millisecond is used
-    up."""
+    """Begins the next millisecond. If the counter of the current millisecond is used up, the next millisecond begins
+    ahead of the clock."""
     global _ms, _current
     with _lock:
         if _current is not seen:

@@ -1,6 +1,6 @@
-"""The methods of Client that change stored jobs: jobs given by their ids, or all jobs that meet conditions. Jobs that
-meet conditions are found page by page and changed by their ids, in small steps. Each step is short, and its changes
-stay if a later step fails (docs/decisions/0033-attributes-have-no-index.md)."""
+"""The methods of Client that change stored jobs. Some take the ids of the jobs; others change all jobs that meet
+conditions. Jobs that meet conditions are found page by page and changed by their ids, in small steps. Each step is
+short, and its changes stay if a later step fails (docs/decisions/0033-attributes-have-no-index.md)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PAGE_MAX = 1000
 # because consumers come first.
 _STEP_MAX = 200
 _REST = 50
-# The client rests no longer than this, because a call may have been slow only because a shard was away.
+# The client rests no longer than this time: a slow call may be due to a shard that was away, and not to load.
 _REST_S_MAX = 2.0
 _PRIORITY_MAX = 9
 # How many jobs a BulkChange shows.
@@ -33,7 +33,7 @@ _WAITING = frozenset({JobState.SCHEDULED, JobState.READY})
 _DEAD = frozenset({JobState.DEAD})
 _UNFINISHED = _WAITING | _DEAD | {JobState.LEASED, JobState.BLOCKED}
 
-# The conditions of a JobFilter that are times. CountJobsRequest has the same names.
+# The conditions of a JobFilter that are times. CountJobsRequest has fields of the same names.
 _TIMES = ("created_after", "created_before", "died_after", "died_before")
 
 _Item = TypeVar("_Item")
@@ -41,12 +41,11 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFilter:
-    """Conditions for jobs of one org. All conditions must be true of a job. A field that is empty or None is no
-    condition."""
+    """Conditions for jobs of one org. A job must meet all of them. A field that is empty or None sets no condition."""
 
     queue: str = ""
     kind: str = ""
-    # The job is in any of these states. Empty: every state in which the change can be made.
+    # The job is in any of these states. Empty: the job is in any state in which the change can be made.
     states: Collection[JobState] = ()
     # The job has all of these attributes, each with this value.
     attributes: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -99,9 +98,9 @@ class BulkChange:
 
     # How many jobs met the conditions.
     found: int = 0
-    # How many of them were changed. A dry run changes none.
+    # How many of the found jobs were changed. A dry run changes no jobs.
     changed: int = 0
-    # How many of them were not changed, because their state had changed meanwhile.
+    # How many of the found jobs were not changed, because their state had changed meanwhile.
     skipped: int = 0
     # The first few of the jobs that were found.
     first: Sequence[JobRecord] = field(default=(), repr=False)
@@ -114,12 +113,12 @@ class JobChanges(AdminCalls):
     """The methods that change stored jobs of one org, and that count the jobs that meet conditions."""
 
     async def count_jobs(self, where: JobFilter = _ALL, *, on_progress: Callable[[int], object] | None = None) -> int:
-        """Counts the jobs that meet the conditions, in every state if `where.states` is empty. Makes many short calls,
-        which take some seconds for a million jobs; `on_progress` gets the count so far. With `died_after`,
+        """Counts the jobs that meet the conditions. If `where.states` is empty, counts jobs in every state. Makes many
+        short calls, which take some seconds for a million jobs; `on_progress` gets the count so far. With `died_after`,
         `died_before` or `not_killed`, only dead jobs are counted.
 
-        Each job is counted once. A job whose state changes meanwhile may be left out. Raises Unavailable if a shard of
-        the org does not answer. Raises NotFound if `where.queue` does not exist."""
+        Each job is counted once. A job whose state changes during the count may be missed. Raises Unavailable if a
+        shard of the org does not answer. Raises NotFound if `where.queue` does not exist."""
         request = admin_pb2.CountJobsRequest(
             org=self.org,
             queue=where.queue,
@@ -160,7 +159,7 @@ class JobChanges(AdminCalls):
         delay: Span | None = None,
         attributes: Mapping[str, str] | None = None,
     ) -> list[Answer]:
-        """Changes jobs that wait: their priority, when they run (at `run_at` or after `delay`), and all their
+        """Changes jobs that wait: their priority, the time when they run (`run_at`, or now plus `delay`), and all their
         attributes. 0 and None change nothing. Returns STALE for a job that is leased or dead or has succeeded, and
         CANCELLED for a cancelled job. Raises InvalidRequest for a value that cannot be sent."""
         change = _alteration(self.org, priority, run_at, delay, attributes)
@@ -192,9 +191,9 @@ class JobChanges(AdminCalls):
         dry_run: bool = False,
         on_progress: OnProgress | None = None,
     ) -> BulkChange:
-        """Cancels the jobs that meet the conditions, at most `limit`, in small steps with pauses. A job that starts to
-        meet the conditions meanwhile may be left out. At least one condition must be given in addition to `states` and
-        `not_killed`.
+        """Cancels the jobs that meet the conditions, at most `limit` jobs, in small steps with pauses. A job that
+        begins to meet the conditions meanwhile may be missed. At least one condition must be given in addition to
+        `states` and `not_killed`.
 
         `dry_run`: only finds the jobs. `on_progress` is called after each step. After an error, call again: cancelled
         jobs stay cancelled, and are not found again. Raises Unavailable if a shard of the org does not answer. Raises
@@ -214,11 +213,11 @@ class JobChanges(AdminCalls):
         dry_run: bool = False,
         on_progress: OnProgress | None = None,
     ) -> BulkChange:
-        """Changes the jobs that wait and meet the conditions. Changes a job as alter_jobs does, and goes through the
-        jobs as cancel_where does.
+        """Changes the jobs that wait and meet the conditions. Each job is changed as in alter_jobs; the steps, `limit`,
+        `dry_run` and `on_progress` are as in cancel_where.
 
         Skips a job that already has the wanted values, so that a repeated call continues where the first one stopped.
-        With `delay`, no such job is skipped, because each call counts the delay from its own time."""
+        With `delay`, no job is skipped, because each call counts the delay from the time of that call."""
         if not priority and run_at is None and delay is None and attributes is None:
             raise invalid_argument("priority", "must be set, unless run_at, delay or attributes is")
         # Check the values before a dry run too.
@@ -246,9 +245,10 @@ class JobChanges(AdminCalls):
         dry_run: bool = False,
         on_progress: OnProgress | None = None,
     ) -> BulkChange:
-        """Makes the dead jobs that meet the conditions ready again. Redrives a job as redrive_jobs does, and goes
-        through the jobs as cancel_where does. A job that dies again meanwhile is not redriven again; a repeated call
-        redrives it, unless `where.died_before` leaves it out. For a whole queue, redrive_queue is faster."""
+        """Makes the dead jobs that meet the conditions ready again. Each job is redriven as in redrive_jobs; the steps,
+        `limit`, `dry_run` and `on_progress` are as in cancel_where. A job that dies again meanwhile is not redriven
+        again. A repeated call redrives that job, unless `where.died_before` excludes it. For a whole queue,
+        redrive_queue is faster."""
         return await self._change(where, _DEAD, self.redrive_jobs, limit, dry_run, on_progress)
 
     async def _change(
@@ -272,8 +272,8 @@ class JobChanges(AdminCalls):
             raise invalid_argument("limit", f"must be 1 or more, or None for all, not {limit}")
         so_far, token = BulkChange(), ""
         while True:
-            # The list is ordered by id. So jobs keep their places when they are changed, and the next page begins after
-            # them.
+            # The list is ordered by id. So a job keeps its place in the list when it is changed, and the next page
+            # begins after the jobs of this page.
             began_s = time.monotonic()
             page = await self.list_jobs(
                 where.queue,

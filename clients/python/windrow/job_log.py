@@ -20,10 +20,10 @@ _LOCK = threading.Lock()
 
 
 class Lines(NamedTuple):
-    """Lines as a log keeps them."""
+    """Encoded lines, and the number of lines that were dropped before them."""
 
     newest: Sequence[bytes]
-    # How many lines came before these.
+    # How many lines before `newest` were dropped.
     dropped: int = 0
 
 
@@ -48,7 +48,7 @@ class JobLog:
 
     # The class has the values of a log without lines, because most jobs log nothing. Other logs store their own values.
     _lines: deque[bytes] | None = None
-    # The bytes of the lines, with their line ends.
+    # The total bytes of `_lines`, including a line end for each line.
     _bytes = 0
     # How many lines were logged, including the dropped lines.
     count = 0
@@ -72,7 +72,7 @@ class JobLog:
             self.count += lines.dropped + len(lines.newest)
 
     def close(self) -> None:
-        """Drops all lines that come from now on: the attempt has ended."""
+        """Makes the log drop all further lines, because the attempt has ended."""
         with _LOCK:
             self._closed = True
 

@@ -1,7 +1,7 @@
 """The rules of proto/windrow/v1 for new jobs. The outbox needs them, because it takes jobs before a router can check
 them. No I/O.
 
-What a router decides is final. tests/unit/test_job_rules.py compares this module with a router's rules.
+Only a router's decision is final. tests/unit/test_job_rules.py compares this module with a router's rules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from windrow.v1 import job_pb2
 # The contract's limit on the jobs, leases or ids of one call.
 JOBS_MAX = 1000
 PAYLOAD_BYTES_MAX = 1024 * 1024
-# A router refuses an id that is older than this, because it could not recognise duplicates of it.
+# A router refuses an id that is older than this, because the router could not recognise duplicates of the job.
 HORIZON_DAYS = 7
 _DAY_S = 86_400
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
@@ -45,7 +45,7 @@ def org_fault(org: str) -> str:
 
 
 def job_faults(job: job_pb2.NewJob) -> Iterator[Violation]:
-    """Yields what a router would refuse in a job, with paths that begin at the job."""
+    """Yields the faults for which a router would refuse a job. The paths of the faults begin at the job."""
     template = job.template
     if _UUID7.fullmatch(job.id) is None:
         yield Violation("id", f"must be a UUID of version 7 in lower case, not {job.id!r}")
@@ -96,7 +96,7 @@ def job_faults(job: job_pb2.NewJob) -> Iterator[Violation]:
 
 
 def age_fault(id: str) -> str | None:  # noqa: A002
-    """Returns why an id is too old for a router, or None."""
+    """Returns a text that says why an id is too old for a router, or None if it is not too old."""
     age_days = (time.time() - made_at(id)) / _DAY_S
     if age_days <= HORIZON_DAYS:
         return None

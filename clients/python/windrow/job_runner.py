@@ -1,5 +1,5 @@
-"""The jobs that a worker holds: how many to ask for, when the handler of each begins, and what becomes of jobs whose
-handlers are broken off."""
+"""The jobs that a worker holds: how many to ask for, when the handler of each begins, and what happens to jobs whose
+handlers are interrupted."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from windrow.settlements import Backoff, Settlements
 _PREFETCH_WAIT_S = 0.1
 # Roughly the time that the worker itself needs for a job, without its handler.
 _JOB_S_MIN = 0.000_02
-# Handlers that do not suspend run one after another for this long; then the rest of the program has its turn.
+# Handlers that do not suspend run one after another for at most this time. Then the other tasks of the program can run.
 _BUSY_S_MAX = 0.005
 _AGAIN_FIRST_S, _AGAIN_MAX_S = 0.05, 2.0
 _TOO_LATE = "it had ended before the job began"
 
 
 class Interrupted(Exception):
-    """An `async def` has raised KeyboardInterrupt, which is the cause of this error. A task that ends with a
-    KeyboardInterrupt ends the event loop at once, before the worker can give its jobs back."""
+    """An `async def` handler has raised KeyboardInterrupt, which is the cause of this error. A task that ended with a
+    KeyboardInterrupt would end the event loop at once, before the worker could release its jobs."""
 
 
 class JobRunner:
-    """Holds the jobs of a worker from their receipt until their outcomes are on their way.
+    """Holds the jobs of a worker from the moment when they arrive until their outcomes are on their way to the router.
 
-    `concurrency`: how many handlers run at the same time. `prefetch`: how many jobs may wait besides.
+    `concurrency`: how many handlers run at the same time. `prefetch`: how many more jobs may wait for a handler.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class JobRunner:
         self._running: dict[HeldLease, None] = {}
         # A task is about to run waiting jobs.
         self._is_starting = False
-        # Set whenever a handler ends or stop() is called.
+        # An event that is set whenever a handler ends or stop() is called.
         self._changed = asyncio.Event()
         # Set by stop().
         self.stopping = asyncio.Event()
@@ -107,13 +107,13 @@ class JobRunner:
                 self._ending = True
 
     def stop(self, *, hurried: bool) -> None:
-        """Lets run() end. `hurried`: without waiting for handlers."""
+        """Makes run() end. `hurried`: run() does not wait for handlers."""
         self.hurried = hurried
         self.stopping.set()
         self._changed.set()
 
     def running_under(self, lease: bytes) -> HeldLease | None:
-        """Returns the lease if its handler runs."""
+        """Returns the held lease with this token if the handler of its job runs; otherwise returns None."""
         return next((held for held in self._running if held.lease == lease), None)
 
     # The jobs that the worker takes.
@@ -169,7 +169,7 @@ class JobRunner:
     # The handlers that run.
 
     def _start_waiting(self) -> None:
-        """Lets a task run waiting jobs, if there is a place for one more handler."""
+        """Starts a task that runs waiting jobs, if there is a place for one more handler."""
         assert self._group is not None
         if self._ending or self.stopping.is_set():
             return
@@ -180,7 +180,8 @@ class JobRunner:
             self._group.create_task(self._run_waiting(), name=f"windrow handlers of {self._worker}")
 
     def _start_batch(self, gathering: Gathering) -> None:
-        """Lets a task run a batch if there are enough jobs for one. Otherwise sets a timer to try again in time."""
+        """Starts a task that runs a batch, if a batch is due. Otherwise sets a timer for the time when the batch will
+        be due."""
         due_at = gathering.due_at(places=self._places - len(self._running))
         if due_at is None or gathering.is_starting:
             return
@@ -299,7 +300,7 @@ class JobRunner:
 
     def _settle(self, held: HeldLease, fate: Action) -> None:
         if held.lost:
-            # A handler that ends because its job was cancelled does what it should: no warning.
+            # If the handler ends because its job was cancelled, it does what it should, so log no warning.
             log.log(
                 logging.INFO if held.job.lost.reason is LostReason.CANCELLED else logging.WARNING,
                 "%s: attempt %d of %s ended after its lease; its outcome is dropped",
@@ -323,8 +324,8 @@ class JobRunner:
             self.settlements.settle(held, fate)
 
     def _on_broken_off(self, broken_off: Sequence[HeldLease], error: BaseException) -> None:
-        """Handles jobs whose task was cancelled, or has got an error that ends the worker. Raises Interrupted in place
-        of a KeyboardInterrupt."""
+        """Handles the jobs of a task that was cancelled, or that has raised an error that ends the worker. Raises
+        Interrupted in place of a KeyboardInterrupt."""
         if not isinstance(error, asyncio.CancelledError):
             # No other handler may start.
             self._ending = True
@@ -365,7 +366,8 @@ class JobRunner:
             with suppress(ValueError):
                 self._waiting_with(held).remove(held)
             self.settlements.wake.set()
-        # Leave out a handler in a thread. It cannot be cancelled, and occupies its place until it ends or times out.
+        # Do not cancel a handler in a thread: this is impossible, and the handler occupies its place until it ends or
+        # times out.
         elif self._cancel_lost and not held.in_thread and all(one.lost for one in held.batch or (held,)):
             held.task.cancel()
 
@@ -382,7 +384,7 @@ class JobRunner:
                 while self._running and not self.hurried:
                     self._changed.clear()
                     await self._changed.wait()
-        # Leave out handlers in threads: these cannot be cancelled, and _on_cancelled() logs each of them.
+        # Do not count handlers in threads: they cannot be cancelled, and _on_cancelled() logs each of them.
         if cancelled := sum(not held.in_thread for held in self._running):
             log.warning("%s: cancelling handlers that did not finish in time: %d", self._worker, cancelled)
         for held in self._running:

@@ -1,4 +1,4 @@
-"""Jobs that are stored, as the user sees them, and their conversion from and to protobuf. No I/O."""
+"""The classes in which a user sees stored jobs, and the conversion of these classes from and to protobuf. No I/O."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class JobState(enum.Enum):
     UNKNOWN = "unknown"
 
 
-# A job in one of these states does not run again, unless it is dead and somebody redrives it.
+# A job in one of these states does not run again, except a dead job that somebody redrives.
 ENDED = frozenset({JobState.SUCCEEDED, JobState.DEAD, JobState.CANCELLED})
 
 
@@ -60,7 +60,7 @@ class AttemptOutcome(enum.Enum):
 
 
 class RunCause(enum.Enum):
-    """Why a schedule has a run."""
+    """What caused a run of a schedule."""
 
     SCHEDULE = "schedule"
     # The run was due earlier, and was stored late.
@@ -72,10 +72,10 @@ class RunCause(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledRun:
-    """The run of a schedule that stored a job."""
+    """A run of a schedule. This run stored a job."""
 
     schedule: str
-    # The nominal time: what the calendar says. The job was stored then or later.
+    # The nominal time, which the calendar says. The job was stored at this time or later.
     at: datetime
     # The nominal time of the run that was stored before this one. None: no run was stored before.
     previous_at: datetime | None
@@ -92,17 +92,17 @@ class NodeCalls(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowNode:
-    """Which node of a workflow a job is."""
+    """Says which node of a workflow a job is."""
 
     workflow_id: str
     node: int
-    # Returns the client and the job for calls about this node; a Worker sets it.
+    # Returns the client and the job for calls about this node. A Worker sets this field.
     caller: Callable[[WorkflowNode], tuple[NodeCalls, Job]] | None = field(default=None, repr=False, compare=False)
-    # The nodes that were added with this lease, in the order of the calls.
+    # The nodes that were added with this lease, in the order of the calls that added them.
     added: list[Nodes] = field(default_factory=list[Nodes], repr=False, compare=False)
 
-    # These methods are not coroutine functions, so that a `def` handler gets the error, and not a coroutine that nobody
-    # awaits.
+    # These methods are not coroutine functions, so that a call in a `def` handler raises the error. A coroutine
+    # function would return a coroutine that nobody awaits.
 
     def add(self, nodes: Nodes) -> Awaitable[Added]:
         """Adds nodes to this workflow: see Client.add_nodes. Only an `async def` handler of a Worker can call this, and
@@ -138,8 +138,8 @@ class LostReason(enum.Enum):
 
 
 class Lost(asyncio.Event):
-    """Set when a handler should stop working on its job. The handler's result is then dropped. There is one exception:
-    if the reason is TIMED_OUT, and an `async def` handler still finishes, its result is used."""
+    """An event that is set when a handler should stop working on its job. The handler's result is then dropped. There
+    is one exception: if the reason is TIMED_OUT, and an `async def` handler still finishes, its result is used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Lost(asyncio.Event):
 
 
 class Answer(enum.Enum):
-    """The result of a call for one of its jobs."""
+    """A call's result for one of the jobs that were passed to the call."""
 
     OK = "ok"
     # The lease has ended (for cancel_jobs: the job had succeeded). Nothing was changed.
@@ -194,7 +194,7 @@ def newly_stored(ids: Iterable[str]) -> list[Enqueued]:
     return results
 
 
-# Frozen, because a worker still needs the job when its handler has ended.
+# The class is frozen, because a worker still needs a job after the job's handler has ended.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A leased job. Every field has a default, so that the test of a handler can easily make a Job."""
@@ -213,7 +213,8 @@ class Job:
     enqueued_at: datetime = _EPOCH
     # When the job became due.
     run_at: datetime = _EPOCH
-    # How long this attempt may take, counted from its lease; None: as long as its lease is extended.
+    # How long this attempt may take, counted from the start of its lease. None: the attempt may take as long as its
+    # lease is extended.
     max_runtime: timedelta | None = None
     # Empty: the job has no group.
     group: str = ""
@@ -226,8 +227,8 @@ class Job:
     # The job's node in a workflow. Client.parents returns the results of the nodes that this node waited for. None: the
     # job is in no workflow.
     workflow: WorkflowNode | None = None
-    # The org that owns the job; empty: the client's org. A client's method that gets this job makes its call for this
-    # org.
+    # The org that owns the job; empty: the client's org. If this job is passed to a method of a client, the client
+    # makes the call for this org.
     org: str = ""
     # A Worker sets this when the handler should stop; `job.lost.reason` says why. A `def` handler that runs for long
     # should check `job.lost.is_set()` between its steps.
@@ -266,10 +267,10 @@ class Job:
 
     def report(self, progress: Progress | None = None, *, checkpoint: Payload = None) -> None:
         """Reports how far the handler has come (`progress`), and what the next attempt needs in order to continue from
-        there (`checkpoint`, at most 64 KiB). The next attempt finds the checkpoint in job.checkpoint. None: the earlier
-        report stays. b"" removes an earlier checkpoint.
+        there (`checkpoint`, at most 64 KiB). The next attempt finds the checkpoint in job.checkpoint. If an argument is
+        None, what an earlier report said about it stays. b"" removes an earlier checkpoint.
 
-        Only a Worker's handler reports like this; with a job from Client.dequeue, use Client.extend. Returns at once.
+        Only a Worker's handler can call this method. For a job from Client.dequeue, use Client.extend. Returns at once.
         The worker sends the newest report with its next message, which also extends the lease. It sends the job's
         outcome only after the report is stored. A report that was not sent is lost if the worker crashes. May be called
         in a thread. Raises TypeError or ValueError."""
@@ -293,10 +294,10 @@ class Attempt:
     leased_at: datetime
     ended_at: datetime
     outcome: AttemptOutcome
-    # The failure that the nack reported, or the reason of a snooze. None: no failure and no reason was given, or the
-    # outcome has none.
+    # The failure that the nack reported, or the reason of a snooze. None: the attempt ended without a failure and
+    # without a reason.
     failure: Failure | None
-    # The lines that its handler logged. A job keeps the lines of its newest 5 attempts.
+    # The lines that the handler logged during this attempt. A job keeps the lines of its newest 5 attempts.
     log: str = ""
 
 
@@ -313,7 +314,7 @@ class JobRecord:
     result: bytes | None
     attributes: Mapping[str, str]
     priority: int
-    # The number of leases counted so far.
+    # How many attempts of the job were counted so far.
     attempt: int
     max_attempts: int
     retry: RetryPolicy | None
@@ -346,8 +347,8 @@ class JobRecord:
     workflow: WorkflowNode | None = None
 
 
-# The keys are the numbers of the enum values in the proto files. The names of those values are the same as here, after
-# a prefix such as JOB_STATE_.
+# The keys are the numbers of the enum values in the proto files. In the proto files, the name of a value is a prefix
+# such as JOB_STATE_, and then the name that the value has here.
 _STATES: dict[int, JobState] = {
     job_pb2.JobState.Value(f"JOB_STATE_{state.name}"): state for state in JobState if state is not JobState.UNKNOWN
 }
@@ -390,8 +391,8 @@ def answers(values: Sequence[int]) -> list[Answer]:
 
 
 def listed_jobs(jobs: object) -> list[Job]:
-    """Returns leased jobs as a list. Raises InvalidRequest if anything else is given, such as an id: the calls need the
-    lease, and only a job has one."""
+    """Returns leased jobs as a list. Raises InvalidRequest if `jobs` has anything else, such as an id, because the
+    calls need a lease, and only a leased job has one."""
     listed: list[Any] = list(jobs) if isinstance(jobs, Iterable) and not isinstance(jobs, str) else [jobs]
     for one in listed:
         if not isinstance(one, Job):
@@ -404,8 +405,8 @@ def listed_jobs(jobs: object) -> list[Job]:
 
 def listed_ids(ids: Iterable[str], name: str = "ids") -> list[str]:
     """Returns a call's argument as a list. Raises InvalidRequest, also if the argument is a single id and not a list.
-    Type checkers allow that mistake, because a `str` is an iterable of `str`. Each of its 36 characters would be sent
-    as an id."""
+    Type checkers allow that mistake, because a `str` is an iterable of `str`. Without this check, each of the 36
+    characters of the id would be sent as an id."""
     if isinstance(ids, str):
         raise invalid_argument(name, f"must be a list of ids, not one id: write [{shown(ids)}]")
     listed = list(ids)
@@ -417,7 +418,8 @@ def listed_ids(ids: Iterable[str], name: str = "ids") -> list[str]:
 
 
 class _Unfrozen:
-    """An object with the fields of a Job, which can be set. It becomes a Job when its class is set."""
+    """An object with the fields of a Job; these fields can be set. The object becomes a Job when its `__class__` is set
+    to Job."""
 
     __slots__ = tuple(field.name for field in fields(Job))
 
@@ -442,7 +444,7 @@ def read_leased(message: job_pb2.LeasedJob, *, reporter: Reporter = _NOBODY) -> 
     job.enqueued_at = enqueued_at = moment(enqueued)
     at_once = run.nanos == enqueued.nanos and run.seconds == enqueued.seconds
     job.run_at = enqueued_at if at_once else moment(run)
-    # HasField first: reading an absent message field would create an object.
+    # Call HasField first, because reading an absent message field would create an object.
     traced = message.HasField("trace")
     job.traceparent = message.trace.traceparent if traced else ""
     job.tracestate = message.trace.tracestate if traced else ""

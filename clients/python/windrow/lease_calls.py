@@ -25,7 +25,7 @@ _NO_FAILURE = Failure()
 
 
 class LeaseCalls:
-    """What a consumer does with the leases of jobs, of this org or of others."""
+    """The calls with which a consumer ends or extends the leases of jobs of this org or of other orgs."""
 
     org: str
     calls: Calls
@@ -40,7 +40,7 @@ class LeaseCalls:
     async def ack(self, jobs: Job | Iterable[Job], *, result: Payload = None) -> Answer | list[Answer]:
         """Finishes one job or several. `result` (at most 64 KiB) is stored with each job; get_jobs returns it.
 
-        Acks of single jobs share calls if they are made at the same time, as enqueues do.
+        Acks of single jobs that are made at the same time share calls, as enqueues do.
 
         Returns Answer.STALE for a job whose lease had ended: nothing was changed, and another consumer may have the
         job.
@@ -96,8 +96,9 @@ class LeaseCalls:
         retry_after: Span | None = None,
         permanent: bool = False,
     ) -> Answer | list[Answer]:
-        """Gives jobs back as failed. They run again after `retry_after` (s, or timedelta) or, without it, after the
-        delay of their retry policy. A job without attempts left is dead; with `permanent` it is dead at once.
+        """Ends attempts that failed. The jobs run again after `retry_after` (s, or timedelta). Without `retry_after`,
+        they run again after the delay of their retry policy. A job that has no more attempts is dead; with `permanent`,
+        every job is dead at once.
 
         `error` is stored in the attempt history. It may be an exception, which is stored with its type, message and
         stack; a str, which is stored as the message; or a Failure.
@@ -152,7 +153,7 @@ class LeaseCalls:
         progress: Progress | None = None,
         checkpoint: Payload = None,
     ) -> Answer | list[Answer]:
-        """Extends leases: each then lasts for at least `visibility_window` from now. Never shortens a lease. Also
+        """Extends leases: each lease then lasts for at least `visibility_window` from now. Never shortens a lease. Also
         stores `progress` and `checkpoint` for the jobs, as Job.report does."""
         window = named_duration("visibility_window", visibility_window)
         try:
@@ -194,10 +195,10 @@ class LeaseCalls:
     @overload
     async def snooze(self, jobs: Job | Iterable[Job], *, after: Span, reason: str = "") -> Answer | list[Answer]: ...
     async def snooze(self, jobs: Job | Iterable[Job], *, after: Span, reason: str = "") -> Answer | list[Answer]:
-        """Gives jobs back for a while, without counting the attempt. `after` (s, or timedelta): the time until they may
-        run again.
+        """Gives jobs back for a while, without counting the attempt. `after` (s, or timedelta): the time after which
+        the jobs may run again.
 
-        `reason` is stored in the attempt history, but no more than its first 1 KiB."""
+        The first 1 KiB of `reason` is stored in the attempt history."""
         delay, why = named_duration("after", after), clipped(reason, REASON_BYTES_MAX)
 
         async def send(org: str, part: Sequence[Job]) -> Sequence[int]:
@@ -223,7 +224,7 @@ class LeaseCalls:
             return answer
         count_max = min(JOBS_MAX, _PART_BYTES_MAX // (entry_bytes + LOG_BYTES_MAX))
         listed = listed_jobs(jobs)
-        # A worker of all orgs has jobs of other orgs than this client's.
+        # A worker of all orgs has jobs of many orgs, and not only of this client's org.
         places: dict[str, list[int]] = {}
         for at, job in enumerate(listed):
             places.setdefault(job.org or self.org, []).append(at)

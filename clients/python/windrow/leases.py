@@ -1,9 +1,10 @@
 """The leases that a worker holds, and when they are extended. This module does not know what runs under a lease.
 
-All times come from the worker's own monotonic clock. For the worker, a lease begins at the receipt of its job, or just
-before its last successful extend was sent. So the lease usually ends no later for the worker than at the shard. If it
-ends later, then by at most the time that the job travelled. So a worker that cannot reach its router gives up a job
-before another worker gets it, or at the same moment. If both run the job nevertheless, fencing rejects the older lease.
+All times come from the worker's own monotonic clock. For the worker, a lease begins when the worker receives the job,
+or just before the worker sends the last extend that succeeds. So the lease usually ends for the worker before it ends
+at the shard, or at the same time. At most, it ends later by the time that the job travelled to the worker. So a worker
+that cannot reach its router gives up a job before another worker gets the job, or at about the same moment. If two
+workers run the job nevertheless, fencing rejects the older lease.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def named(job: Job) -> str:
 class HeldLease:
     """A leased job that the worker holds."""
 
-    # These class attributes are the values that most jobs have until they end. An object stores only values that
-    # differ.
+    # Most leases have the values of these class attributes until their jobs end. An object stores a value only if it
+    # differs.
 
     # The lease ends at this time at the latest, no matter how often it is extended.
     until = math.inf
@@ -41,7 +42,7 @@ class HeldLease:
     lines_told = 0
     # The job's outcome waits to be sent or answered.
     settling = False
-    # The job's outcome is to be sent with the lines that the handler has logged.
+    # True: the job's outcome must be sent together with the lines that the handler has logged.
     logs = False
     # The lease has ended, according to the router or to the clock.
     over = False
@@ -59,11 +60,11 @@ class HeldLease:
 
     def __init__(self, job: Job, renewed_at: float, window_s: float) -> None:
         self.job = job
-        # A copy, because a handler may change its job.
+        # This is a copy, because a handler may change its job.
         self.lease = job.lease
-        # When the job was received, or when its last successful extend was sent; monotonic seconds.
+        # The time when the job was received, or when its last successful extend was sent (monotonic seconds).
         self.renewed_at = renewed_at
-        # How long the lease lasts after the receipt, or after an extend.
+        # How long the lease lasts after `renewed_at`.
         self.window_s = window_s
         if job.max_runtime is not None:
             runtime_s = job.max_runtime.total_seconds()
@@ -106,8 +107,9 @@ class Connectivity:
 class Leases:
     """Holds each lease from the receipt of its job until the router has answered the job's outcome.
 
-    Callbacks: `extend` extends leases and sets their `extending`. `on_waited` gets the lease of a job that has waited
-    for a third of its window and has not begun. `on_lost` gets a lease that ended before its job did.
+    Callbacks: `extend` queues extends of leases, and sets `extending` of each. `on_waited` is called with the lease of
+    a job that has waited for a third of its window and has not begun. `on_lost` is called with a lease that has ended
+    before its job.
     """
 
     def __init__(
@@ -153,8 +155,8 @@ class Leases:
         return held.over or time.monotonic() >= held.ends_at
 
     async def keep(self) -> None:
-        """Extends each lease after a third of its window. Calls `extend` once for all leases that are due at the same
-        time. Runs until cancelled."""
+        """Extends each lease after a third of its window. Calls `extend` once for all leases that must be extended at
+        about the same time. Runs until cancelled."""
         while True:
             if not self._held:
                 self._not_empty.clear()
@@ -168,8 +170,8 @@ class Leases:
                 ),
                 default=0.0,
             )
-            # A lease that is extended during the pause is due again about a third of the window from now: do not pause
-            # for longer.
+            # Do not pause for longer than a third of the window: a lease that is extended during the pause must then be
+            # extended again.
             pause_s = min(third_s, max(0.001, next_s - time.monotonic()))
             paused_at = time.monotonic()
             with suppress(TimeoutError):
@@ -192,7 +194,7 @@ class Leases:
         for held in self._held:
             if now >= held.ends_at:
                 ended.append(held)
-            # Include leases that are nearly due, so that one message extends many leases.
+            # Also extend leases that must be extended soon, so that one message extends many leases.
             elif now - held.renewed_at >= held.window_s / 4 and not (held.extending or held.settling):
                 due.append(held)
         for held in ended:

@@ -31,9 +31,9 @@ class LimitMeasure(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """How much may be enqueued, or how many jobs may start, in each interval; after an idle time, the whole amount may
-    be used at once. A limit without an interval says how many jobs may be leased at a time, or how large the backlog
-    may be."""
+    """A limit with an interval says how much may be enqueued, or how many jobs may start, in each interval. After an
+    idle time, the whole amount may be used at once. A limit without an interval says how many jobs may be leased at a
+    time, or how large the backlog may be."""
 
     # Empty: the default for each org.
     org: str
@@ -41,7 +41,7 @@ class Limit:
     queue: str
     measure: LimitMeasure
     amount: int
-    # None: the limit is one of jobs in flight, or of the backlog.
+    # None: `measure` is IN_FLIGHT, BACKLOG or BACKLOG_BYTES.
     interval: timedelta | None
 
 
@@ -52,7 +52,7 @@ class LimitReached:
     limit: Limit
     # How much of the amount was in use.
     usage: int
-    # How much the call asked for.
+    # How much of the amount the call needed.
     asked: int
 
     def part_of(self, jobs: int) -> int:

@@ -1,4 +1,4 @@
-"""Jobs that are to be stored, as the user writes them, and their conversion to and from protobuf. No I/O.
+"""The class in which a user writes a new job, and its conversion to and from protobuf. No I/O.
 
 The router checks sizes and limits, which windrow/v1/job.proto states. This module refuses only values that protobuf
 cannot encode.
@@ -31,14 +31,14 @@ class ExponentialRetry:
     initial_delay: Span = 1.0
     multiplier: float = 2.0
     max_delay: Span = 3600.0
-    # The share of the delay that is random, 0 to 1.
+    # The random share of the delay, from 0 to 1.
     jitter: float = 0.1
 
 
 RetryPolicy = FixedRetry | ExponentialRetry
 
 
-# How many attributes the Python object of a NewJob has if it was made without options: queue, kind, payload and id.
+# The number of entries in the `__dict__` of a NewJob that was made without options: queue, kind, payload and id.
 _PLAIN_FIELDS = 4
 
 
@@ -127,9 +127,10 @@ class NewJob:
 # The fields of a NewJob that must be a str or an int.
 _STR_FIELDS = frozenset({"queue", "kind", "group", "dedup_key", "id"})
 _INT_FIELDS = frozenset({"priority", "max_attempts"})
-# What `write` raises. AttributeError: the job is no NewJob.
+# The errors that `write` raises. AttributeError means that the job is not a NewJob.
 _UNSENDABLE = (AttributeError, TypeError, ValueError)
-# Maps a field to its path in a windrow.v1.NewJob, as violations name it, if the path is not just the field's name.
+# The paths of fields in a windrow.v1.NewJob, by which violations name the fields. A field that is missing has its name
+# as its path.
 _PATHS = {
     **{field.name: f"template.{field.name}" for field in job_pb2.JobTemplate.DESCRIPTOR.fields},
     **{f"dedup_{field.name}": f"dedup.{field.name}" for field in job_pb2.Dedup.DESCRIPTOR.fields},
@@ -171,8 +172,8 @@ def batch_requests(
 
 
 def new_message(job: NewJob) -> job_pb2.NewJob:
-    """Builds one job's message. Raises InvalidJob. The error names the wrong field by its path, as if this job were
-    the only one in the request."""
+    """Builds one job's message. Raises InvalidJob, which names the wrong field by its path in a request with only this
+    job."""
     message = job_pb2.NewJob()
     try:
         write(job, message)
@@ -195,7 +196,7 @@ def write(job: NewJob, message: job_pb2.NewJob) -> None:
         return
     if job.attributes:
         template.attributes.update(job.attributes)
-    # In a message, 0 means the default. Refuse it, because a caller who writes 0 means something else.
+    # In a message, 0 means the default. Refuse a 0 of the caller, because the caller means something else.
     if job.priority is not None:
         template.priority = job.priority
         if not template.priority:
@@ -230,7 +231,7 @@ def _invalid(job: object, at: int, error: Exception) -> InvalidJob:
     if not isinstance(job, NewJob):
         fault = f"must be a windrow.NewJob, not {shown(job)}"
         return InvalidJob(f"jobs[{at}]: {fault}", [Violation(f"jobs[{at}]", fault)])
-    # protobuf does not name the bad field: try each field alone, in a job that is otherwise valid.
+    # protobuf does not name the bad field. To find it, try each field in a job that is otherwise valid.
     valid = NewJob("queue", "kind")
     for name in NewJob.__dataclass_fields__:
         if name == "_":
@@ -247,7 +248,8 @@ def _invalid(job: object, at: int, error: Exception) -> InvalidJob:
 
 
 def _type_fault(name: str, value: object) -> str:
-    """Returns a text about the wrong type of a field's value, or "". protobuf's own message does not show the value."""
+    """Returns an error text if a field's value has a wrong type, or "". The error message of protobuf does not show the
+    value."""
     if name in _STR_FIELDS:
         return "" if isinstance(value, str) else f"must be a str, not {shown(value)}"
     if name in _INT_FIELDS:
@@ -303,7 +305,7 @@ def read_retry(message: job_pb2.RetryPolicy) -> RetryPolicy | None:
 
 
 def read_new(message: job_pb2.NewJob) -> NewJob:
-    """Reads what write() has written. The payload is bytes, and spans are timedeltas."""
+    """Reads a message that write() has filled. In the result, the payload is bytes, and spans are timedeltas."""
     template, dedup = message.template, message.dedup
     return NewJob(
         template.queue,

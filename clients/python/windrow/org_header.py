@@ -1,4 +1,5 @@
-"""The metadata `windrow-org`: a request's org, where proxies can read it (proto/windrow/v1/queue.proto). Pure."""
+"""The metadata `windrow-org`. It names a request's org, so that proxies can read it (proto/windrow/v1/queue.proto). No
+I/O."""
 
 from __future__ import annotations
 
@@ -6,14 +7,14 @@ from functools import lru_cache
 from urllib.parse import quote, unquote
 
 ORG_HEADER = "windrow-org"
-# The length of an org of 128 bytes that are all percent-encoded. A longer value can name no org.
+# The length of an org's name of 128 bytes, all of them percent-encoded. A longer value cannot name an org.
 VALUE_CHARS_MAX = 384
 
 
 @lru_cache(maxsize=4096)
 def org_metadata(org: str) -> tuple[tuple[str, str], ...]:
-    """Returns the metadata of a call for this org, or no metadata if the name is too long for an org. gRPC refuses
-    metadata above 8 KiB. Without the metadata, the call reaches the router, which refuses the name.
+    """Returns the metadata of a call for this org. If the name is too long for an org, returns no metadata, because
+    gRPC refuses metadata above 8 KiB. The call then reaches the router, which refuses the name.
     """
     # ASCII letters, digits and - . _ ~ stay as they are. Every other byte of the UTF-8 text becomes %XX.
     value = quote(org, safe="")

@@ -79,8 +79,8 @@ SELECT new.id::uuid, %(org)s, new.job FROM unnest(%(ids)s::text[], %(jobs)s::byt
 ON CONFLICT (id) DO NOTHING
 """
 
-# Locks up to rows_max rows that no other relay has locked, and returns the first of them, up to bytes_max. Takes only
-# the rows of the orgs in `only`. If that is NULL, takes the rows of every org.
+# Locks up to rows_max rows that no other relay has locked, and returns the first of these rows, with up to bytes_max
+# bytes. Takes only rows of the orgs in `only`. If `only` is NULL, takes rows of every org.
 _TAKE: Final = """
 WITH taken AS MATERIALIZED (
     SELECT id, org, job, added_at FROM windrow_outbox
@@ -107,20 +107,20 @@ _ORGS_AT_ONCE_MAX = 8
 _FAULTS_SHOWN_MAX = 5
 # A reason of docs/errors.md.
 _SCOPE_MISSING = "SCOPE_MISSING"
-# The position of a job in a relay's request, which does not help a reader of one job's row.
+# The position of a job in a relay's request. It does not help somebody who reads the row of one job.
 _PLACE = re.compile(r"jobs\[\d+\]\.")
 _IDLE_FIRST_S, _IDLE_MAX_S = 0.02, 1.0
 _REST_FIRST_S, _REST_MAX_S = 0.5, 30.0
-# While an org's jobs wait, the log says so this often.
+# While an org's jobs wait, a log line says so once in this time.
 _TELL_AGAIN_S = 60.0
-# How long to wait for an org's jobs to be stored. The next batch waits for as long. The time starts at the first value
-# and doubles after each timeout of the org. The first value is no longer than the pause that a router asks for when a
-# shard is away. So a call to such a shard fails at once, without a second try. After a timeout the org is slow, and its
-# jobs go in other batches.
+# How long to wait for an org's jobs to be stored. The next batch must also wait for this time. The time starts at
+# _SEND_FIRST_S and doubles after each timeout of the org. _SEND_FIRST_S is no longer than the pause that a router asks
+# for when a shard is away, so a call to that shard fails at once, without a second try. After a timeout the org is
+# slow, and its jobs are relayed in separate batches.
 _SEND_FIRST_S, _SEND_MAX_S = 1.0, 10.0
-# Errors after which a retry may succeed. Three of them are not OperationalErrors. Two are raised if a transaction that
-# waits for the router stays open for longer than the server allows. One is raised if the server is a standby, or not
-# yet the primary.
+# Errors after which a retry may succeed. The two timeouts are raised if a transaction that waits for the router stays
+# open for longer than the server allows. ReadOnlySqlTransaction is raised if the server is a standby, or not yet the
+# primary.
 _OUTAGES = (
     psycopg.OperationalError,
     psycopg.errors.IdleInTransactionSessionTimeout,
@@ -136,8 +136,8 @@ def add(connection: psycopg.AsyncConnection[Any], org: str, *jobs: NewJob) -> Aw
 def add(
     connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], org: str, *jobs: NewJob
 ) -> list[str] | Awaitable[list[str]]:
-    """Adds jobs to the outbox in the connection's transaction. Returns their ids. If the connection is async, await
-    the call.
+    """Adds jobs to the outbox in the connection's transaction. Returns the ids of the jobs. If the connection is async,
+    await the call.
 
     A `delay` counts from now. If a router would refuse a job, raises InvalidRequest or InvalidJob before anything is
     added. Some faults, such as too many queues of an org, can only be found by a router: the relay sets such a job
@@ -176,7 +176,8 @@ async def _add_async(connection: psycopg.AsyncConnection[Any], parameters: dict[
 
 
 class Relayed(NamedTuple):
-    """Counts of the jobs of one batch: sent, set aside, and kept for a retry because their org could not be reached."""
+    """How many jobs of one batch were sent, how many were set aside, and how many were left for a retry because their
+    org could not be reached."""
 
     sent: int = 0
     set_aside: int = 0
@@ -205,7 +206,7 @@ class _Rest:
     next_s: float
     # How long the next try may take.
     timeout_s: float
-    # When the log may say again that the org's jobs wait.
+    # The time from which the log may say again that the org's jobs wait.
     tell_at: float = 0.0
 
 
@@ -217,10 +218,10 @@ class Relay:
     matter, because each row has its own. `rows_max` (1 to 1,000; default 500): how many jobs one batch may have. A
     batch also has at most about 8 MiB.
 
-    The relay waits one second for an org's jobs to be stored. If that fails, the relay skips the org for up to 30 s,
-    while other orgs' jobs continue. After a timeout of an org it waits longer for this org, up to 10 s. `run` relays
-    the jobs of such slow orgs over a second connection, so that no other org waits for them. If a failed call did store
-    jobs, the next try finds them as duplicates by their ids.
+    The relay waits one second for an org's jobs to be stored. If they are not stored, the relay skips the org for up to
+    30 s, and continues with the jobs of other orgs. After each timeout of an org, the relay waits longer for this org,
+    up to 10 s. `run` relays the jobs of such slow orgs over a second connection, so that no other org waits for them.
+    If a failed call did store jobs, the next try finds them as duplicates by their ids.
     """
 
     def __init__(
@@ -275,7 +276,8 @@ class Relay:
                     await self._pause(self._outage_pause_s * random.uniform(0.5, 1.0))
 
     async def run_once(self) -> Relayed:
-        """Relays one batch and returns its counts. For cron jobs and tests. Raises the errors that end run()."""
+        """Relays one batch and returns its counts. This method is for cron jobs and tests. Raises the errors that end
+        run()."""
         async with await self._open() as connection:
             return await self._relay_batch(connection)
 
@@ -297,7 +299,8 @@ class Relay:
                 if slow is None and self._slow_orgs():
                     slow = asyncio.create_task(self._run_slow())
                 relayed = await self._relay_batch(connection, skipped=self._slow_orgs())
-                # Only a batch proves that the outage is over: a standby accepts connections, too.
+                # Only a batch proves that the outage is over. A connection does not prove it, because a standby accepts
+                # connections, too.
                 if self._outage_pause_s:
                     log.info("the outbox's database can be used again")
                     self._outage_pause_s = 0.0
@@ -458,8 +461,8 @@ class Relay:
 
 
 def _concerns_every_org(error: WindrowError) -> bool:
-    """Returns whether no retry helps, no matter which org's jobs are sent. The token may be for one org only, so any
-    other PermissionDenied may concern only the org that was refused."""
+    """Returns whether a retry cannot help for any org. Any PermissionDenied other than Unauthenticated and
+    _SCOPE_MISSING may concern only the org that was refused, because the token may be for one org only."""
     if isinstance(error, PermissionDenied):
         return isinstance(error, Unauthenticated) or error.reason == _SCOPE_MISSING
     return isinstance(error, TlsFailed | RouterTooOld | ClientClosed)

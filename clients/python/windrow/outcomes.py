@@ -1,5 +1,5 @@
-"""The outcomes that a worker reports about a lease. Each outcome adds itself to a message of the stream. Handlers raise
-Retry, Snooze or Kill to choose an outcome."""
+"""The outcomes that a worker reports about a lease. Each outcome can write itself into a message of the stream.
+Handlers raise Retry, Snooze or Kill to choose an outcome."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _AFTER_S_MAX = 3650 * 86400
 
 
 class Action(abc.ABC):
-    """An outcome of a lease, which the worker sends as the verb that the subclass names."""
+    """An outcome of a lease. The subclass names the verb with which the worker sends the outcome."""
 
     __slots__ = ()
     verb: ClassVar[str]
-    # Whether the lease continues.
+    # Whether the lease continues after this outcome.
     is_extend: ClassVar[bool] = False
 
     @property
@@ -36,7 +36,7 @@ class Action(abc.ABC):
 
     @abc.abstractmethod
     def write(self, request: queue_pb2.ConsumeRequest, lease: bytes, log: str) -> None:
-        """Adds an entry about this lease, with what its attempt has logged."""
+        """Adds an entry about this lease to the request, with the lines that the attempt has logged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +134,8 @@ DONE = Done()
 
 
 def is_chosen(action: Action) -> bool:
-    """Returns whether the handler has certainly chosen this outcome. Returns False for an outcome that a cancelled
-    handler may also have because it returned early, or because its clean-up failed."""
+    """Returns whether the handler has certainly chosen this outcome. Returns False if a cancelled handler may have this
+    outcome only because it returned early, or because its clean-up failed."""
     match action:
         case Done():
             return False
@@ -146,8 +146,8 @@ def is_chosen(action: Action) -> bool:
 
 
 def acks_of(leases: Sequence[bytes]) -> bytes:
-    """Returns acks without result and log as bytes that can be merged into a ConsumeRequest. They are the bytes that
-    the generated code would write for the field `acks`, at a tenth of the cost."""
+    """Returns acks without result and log as bytes that can be merged into a ConsumeRequest. The generated code would
+    write the same bytes for the field `acks`, but would take ten times as long."""
     return b"".join(chain.from_iterable(zip(map(_ack_head, map(len, leases)), leases, strict=True)))
 
 
@@ -161,7 +161,7 @@ def _ack_head(lease_bytes: int) -> bytes:
 class Outcome(Exception):
     """What a handler raises to choose the outcome of its job."""
 
-    # Whether the span of the job shows an error.
+    # Whether this outcome is an error in the job's span.
     is_failure = False
 
     def action(self) -> Action:
@@ -170,7 +170,7 @@ class Outcome(Exception):
 
     def _failure(self, *, message: str, permanent: bool = False) -> Failure:
         """Returns the failure to store. `message` is used if no reason was given. The names Retry and Kill say nothing
-        about the cause. So if they were raised from an error, the failure has the type of this error."""
+        about the cause. So if a Retry or Kill was raised from an error, the failure has the type of that error."""
         failure = failure_of(self, message=message, permanent=permanent)
         if type(self) in (Retry, Kill):
             cause = self.__cause__
@@ -216,8 +216,8 @@ class Snooze(Outcome):
 
 class Waiting(Outcome):
     """Raised by wait_for: the lease has ended, and the job waits for nodes of its workflow. A handler must not catch
-    this exception, because the outcome of such a handler would be dropped. Nothing has failed, and the attempt does not
-    count."""
+    this exception, because any other outcome of the handler would be dropped. Nothing has failed, and the attempt does
+    not count."""
 
     def __init__(self, nodes: int) -> None:
         super().__init__(nodes)

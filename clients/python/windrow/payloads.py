@@ -55,14 +55,14 @@ def _no_json(what: str, value: object, why: str) -> str:
 
 
 def no_unicode(error: UnicodeEncodeError) -> str:
-    """Returns why a str cannot be sent, with the part of it that cannot be encoded."""
+    """Returns a text that says why a str cannot be sent, and that shows the characters that cannot be encoded."""
     text, at = error.object, error.start
     near = text[max(0, at - _SHOWN_CHARS) : at + _SHOWN_CHARS]
     return f"must not have lone surrogates, which UTF-8 cannot encode, not {near!r}"
 
 
 def shown(value: object) -> str:
-    """Returns a value as an error shows it. Shortens a long one."""
+    """Returns a value as an error shows it. Shortens a long value."""
     text = repr(value)
     return text if len(text) <= _SHOWN_CHARS_MAX else text[:_SHOWN_CHARS_MAX] + "…"
 
@@ -107,8 +107,8 @@ def encode_result(value: Payload) -> bytes:
 
 
 def clipped(text: str, bytes_max: int, *, keep_end: bool = False) -> str:
-    """Returns a text as a Failure or a Progress accepts it: at most `bytes_max` bytes of UTF-8, without NUL. Shortens a
-    longer text to its beginning, or to its end if `keep_end`."""
+    """Returns a text as a Failure or a Progress accepts it: at most `bytes_max` bytes of UTF-8, without NUL. Cuts off
+    the end of a longer text, or its beginning if `keep_end` is true."""
     data = text.replace("\0", "�").encode(errors="replace")
     if len(data) <= bytes_max:
         return data.decode()
@@ -125,7 +125,7 @@ def seconds(span: Span) -> float:
 
 
 def named_seconds(name: str, span: Span) -> float:
-    """Returns an argument that is a span in seconds. Raises InvalidRequest, which names the argument."""
+    """Converts an argument that is a span to seconds. Raises InvalidRequest, which names the argument."""
     try:
         return seconds(span)
     except TypeError as error:
@@ -146,7 +146,7 @@ def duration(span: Span) -> Duration:
 
 
 def named_duration(name: str, span: Span) -> Duration:
-    """Returns an argument that is a span as a Duration. Raises InvalidRequest, which names the argument."""
+    """Converts an argument that is a span to a Duration. Raises InvalidRequest, which names the argument."""
     try:
         return duration(span)
     except (TypeError, ValueError) as error:
@@ -159,7 +159,7 @@ def _no_span(span: object) -> str:
 
 def timestamp(time: datetime) -> Timestamp:
     """Returns a time as a protobuf Timestamp. Raises TypeError. Raises ValueError for a time without a zone, because
-    such a time is ambiguous, and for a time that in UTC is not in the years 1 to 9999."""
+    such a time is ambiguous, and for a time whose year in UTC is not 1 to 9999."""
     try:
         zone = time.tzinfo
     except AttributeError as error:
@@ -175,7 +175,7 @@ def timestamp(time: datetime) -> Timestamp:
 
 
 def named_timestamp(name: str, time: datetime) -> Timestamp:
-    """Returns an argument that is a time as a Timestamp. Raises InvalidRequest, which names the argument."""
+    """Converts an argument that is a time to a Timestamp. Raises InvalidRequest, which names the argument."""
     try:
         return timestamp(time)
     except (TypeError, ValueError) as error:

@@ -1,5 +1,4 @@
-"""Processes that run handlers, each for one job at a time. A process can be killed, which ends only the job that it
-runs.
+"""Processes that run handlers. Each process runs one job at a time, so killing a process ends only that job.
 
 This module owns the processes and their pipes. It does not know the leases, and does not decide when a job must stop.
 """
@@ -36,10 +35,10 @@ _JOBS_MAX = 1000
 # How long a process that has closed its pipe may take to end.
 _END_S = 5.0
 _NAME = "windrow-handler"
-# What multiprocessing reports as the exit code of a process if its fork server has ended.
+# If the fork server of a process has ended, multiprocessing reports this exit code for the process.
 _UNKNOWN_CODE = 255
-# How many processes may start at the same time, and how long other processes wait at most for a slow start. If hundreds
-# started together, the worker itself would have no CPU time to extend its leases.
+# How many processes may start at the same time, and for how many seconds at most other processes wait for a slow start.
+# If hundreds started together, the worker itself would have no CPU time to extend its leases.
 _STARTS = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
 _START_S_MAX = 10.0
 if sys.platform == "win32":
@@ -59,18 +58,18 @@ class _Ended:
     """How a handler ended, as its process reports it."""
 
     result: bytes | None = None
-    # The error that the handler raised, pickled, and what becomes of the job.
+    # The pickled error that the handler raised, and the outcome of the job.
     error: bytes = b""
     action: Action | None = None
 
 
 class _Asked(NamedTuple):
-    """A handler's question whether all that it has reported is stored. The answer is the question's number."""
+    """A handler asks whether everything that it has reported is stored. The answer is the number of the question."""
 
     number: int
 
 
-# What a process says about a lease.
+# What the process of a handler can send about a lease.
 _Said = Report | Lines | _Asked
 
 
@@ -89,7 +88,7 @@ class HandlerProcess:
     from another thread."""
 
     def __init__(self) -> None:
-        # Keeps kill() from running during the start, and keeps the pipe's descriptor from being used after close().
+        # Prevents kill() from running during the start, and prevents the use of the pipe's descriptor after close().
         self._lock = threading.Lock()
         # Held while something is sent, because messages must not mix.
         self._sending = threading.Lock()
@@ -97,14 +96,13 @@ class HandlerProcess:
         self._connection: Connection | None = None
         self._jobs = 0
         self._over = False
-        # The error that the last handler raised, and what becomes of its job.
+        # The error that the last handler raised, and the outcome of its job.
         self.error: BaseException | None = None
         self.action: Action | None = None
 
     @property
     def is_reusable(self) -> bool:
-        """Whether the process can run another job. If it cannot, run() has closed it, or kill() or retire() was
-        called."""
+        """Whether the process can run another job."""
         return not self._over and self._jobs < _JOBS_MAX and self._process is not None and self._process.is_alive()
 
     def run(self, function: Callable[[Job], Payload], job: Job) -> Payload:
@@ -122,7 +120,7 @@ class HandlerProcess:
                 with self._sending:
                     connection.send(call)
                 if is_new:
-                    # Let other processes start only after this one has imported the handler.
+                    # Let other processes start only after this process has imported the handler.
                     connection.poll(_START_S_MAX)
         try:
             while not isinstance(told := self._received(connection), _Ended):
@@ -160,7 +158,8 @@ class HandlerProcess:
                     self._connection.send(asked.number)
 
     def _received(self, connection: Connection) -> _Ended | tuple[bytes, _Said] | None:
-        """Waits for the next message of the process. Raises EOFError if the process ends before it has sent one."""
+        """Waits for the next message of the process. Raises EOFError if the process ends before it has sent a
+        message."""
         assert self._process is not None
         # Also wait for the end of the process itself: a process that the handler has forked may keep the other end of
         # the pipe open for ever.
@@ -174,7 +173,7 @@ class HandlerProcess:
         self._over = True
 
     def kill(self) -> None:
-        """Ends the process, and also a run() that waits for it. This run() then closes the pipe. Thread-safe."""
+        """Ends the process. If run() waits for the process, run() ends too, and closes the pipe. Thread-safe."""
         with self._lock:
             self._over = True
             if self._process is not None and self._connection is not None:
@@ -272,7 +271,7 @@ class _WorkersEnd:
         self._numbers = itertools.count()
         # The questions that the worker has not answered yet, by their numbers.
         self._asked: dict[int, Future[None]] = {}
-        # A handler runs, or is about to run.
+        # True: a handler runs, or is about to run.
         self.busy = False
         # The calls of handlers, and None when the worker has closed the pipe.
         self.calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -288,7 +287,8 @@ class _WorkersEnd:
                 else:
                     self._asked.pop(received).set_result(None)
         if self.busy:
-            # The worker has given this process up, and could not kill it: the server that forked it was killed.
+            # The worker has given up this process, but could not kill it, because the fork server of this process was
+            # killed.
             os._exit(1)
         self.calls.put(None)
 
@@ -297,8 +297,8 @@ class _WorkersEnd:
             self._connection.send(told)
 
     def when_stored(self, lease: bytes) -> Future[None]:
-        """Asks the worker whether all reports and lines are stored. Returns a future that ends with the answer. The
-        worker reads this question after all earlier reports and lines."""
+        """Asks the worker whether all reports and lines are stored. Returns a future that is completed when the answer
+        arrives. The worker reads this question after all earlier reports and lines."""
         number, stored = next(self._numbers), Future[None]()
         # A future that runs cannot be cancelled, so set_result() never fails.
         stored.set_running_or_notify_cancel()

@@ -16,10 +16,10 @@ _COUNT_MAX = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far an attempt has come, for people: `windrow jobs get` shows it.
+    """How far an attempt has come. This is for people: `windrow jobs get` shows it.
 
-    `done` and `total` count units of work, of any kind; total 0: not known. `note` describes what is being done. It may
-    have 1 KiB; a longer note is shortened."""
+    `done` and `total` count units of work of any kind. If `total` is 0, it is not known. `note` describes what is being
+    done. It may have 1 KiB; a longer note is shortened."""
 
     done: int = 0
     total: int = 0
@@ -57,8 +57,9 @@ class Report:
 
 
 class Reporter:
-    """Takes reports of handlers, and passes each with the lease token to `take`. Without `take`, drops them. A copy in
-    another process drops them too. `when_stored`: see the method of this name; None: no report is ever on its way."""
+    """Takes reports of handlers, and passes each report with the lease token to `take`. Without `take`, drops the
+    reports. A copy in another process also drops them. `when_stored`: see the method of this name. None: when_stored()
+    returns a completed future."""
 
     __slots__ = ("_take", "_when_stored")
 
@@ -75,8 +76,8 @@ class Reporter:
             self._take(lease, report)
 
     def when_stored(self, lease: bytes) -> Future[None]:
-        """Returns a future that ends when the lines that the handler has logged are stored, and no report about this
-        lease is on its way. Thread-safe."""
+        """Returns a future that is completed when the lines that the handler has logged are stored, and no report about
+        this lease is on its way to the router. Thread-safe."""
         if self._when_stored is not None:
             return self._when_stored(lease)
         stored = Future[None]()

@@ -1,4 +1,4 @@
-"""Reads single rules of the contract from its descriptors, so that each limit is written in one place. Pure.
+"""Reads single rules of the contract from the protobuf descriptors, so that each limit is written in one place. No I/O.
 
 The generated code does not know the rules' types (proto/gen.py), so this module reads them by field number. The numbers
 are those of proto/buf/validate/validate.proto.
@@ -54,8 +54,8 @@ def _value(message: type[Message], field: str, path: tuple[int, ...]) -> int | b
     value: int | bytes = message.DESCRIPTOR.fields_by_name[field].GetOptions().SerializeToString()
     for number in (_FIELD, *path):
         assert isinstance(value, bytes)
-        # A message of any type can be read as an Empty: all its fields are then unknown ones.
-        # The stubs of protobuf leave out that a set of unknown fields can be iterated over.
+        # A message of any type can be read as an Empty: all fields of the message are then unknown fields. The stubs of
+        # protobuf leave out that a set of unknown fields can be iterated over.
         fields = cast("Iterable[Any]", UnknownFieldSet(Empty.FromString(value)))
         found = [one.data for one in fields if one.field_number == number]
         if not found:

@@ -32,7 +32,7 @@ from windrow.v1 import job_pb2, schedules_pb2
 
 _PAGE_MAX = 1000
 _TRIES_MAX = 5
-# The job of a schedule is a pattern, and has no id of its own.
+# The job of a schedule is a template without an id, so it gets this id.
 _NO_ID = "00000000-0000-7000-8000-000000000000"
 
 _Request = TypeVar("_Request", bound=Message)
@@ -40,7 +40,7 @@ _Response = TypeVar("_Response")
 
 
 class Overlap(enum.Enum):
-    """What happens to a run that is due while the job of the previous run is scheduled, ready or leased."""
+    """What happens if a run is due while the job of the previous run is scheduled, ready or leased."""
 
     ALLOW = "allow"
     SKIP = "skip"
@@ -54,8 +54,7 @@ class Overlap(enum.Enum):
 
 
 class CatchUp(enum.Enum):
-    """Which runs are stored late, if no router could store the runs of some instants in time. The other runs are
-    skipped."""
+    """Which runs are stored late, if no router could store some runs in time. The other late runs are skipped."""
 
     LATEST = "latest"
     # The runs of the last `catch_up_window` of the schedule, at most 1,000.
@@ -66,7 +65,7 @@ class CatchUp(enum.Enum):
 
 
 class RunOutcome(enum.Enum):
-    """What became of a run."""
+    """What was decided about a run."""
 
     STORED = "stored"
     # The run waits until the job of an earlier run has ended.
@@ -107,7 +106,7 @@ class Schedule:
     # Needed with CatchUp.WINDOW.
     catch_up_window: Span | None = None
     note: str = ""
-    # The program that declares the schedule in its code. Worker.every sets it.
+    # The name of the program that declares the schedule in its code. Worker.every sets this field.
     declared_by: str = ""
 
 
@@ -117,7 +116,8 @@ class ScheduleRecord:
 
     name: str
     schedule: Schedule
-    # The template of the schedule's jobs. Its id means nothing. In lists of schedules it has no payload.
+    # The template of the schedule's jobs. The id of the template means nothing. In lists of schedules, the template has
+    # no payload.
     job: NewJob
     paused: bool
     paused_at: datetime | None
@@ -133,7 +133,7 @@ class ScheduleRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRun:
-    """A run of a schedule, or several instants that were skipped together: those from `at` through `through`."""
+    """A run of a schedule, or several instants that were skipped together: the instants from `at` through `through`."""
 
     at: datetime
     through: datetime | None
@@ -149,7 +149,7 @@ class ScheduleRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backfilled:
-    """What became of the instants of a backfill, in numbers."""
+    """How many instants of a backfill had each outcome."""
 
     stored: int
     buffered: int
@@ -167,11 +167,11 @@ class ScheduleCalls:
     async def create_schedule(
         self, name: str, schedule: Schedule, job: NewJob, *, paused: bool = False
     ) -> ScheduleRecord:
-        """Creates a schedule. At each of its instants, the schedule stores a job like `job`, with an id of its own. The
-        payload has at most 64 KiB. The times, the delay and the dedup key of `job` must not be set.
+        """Creates a schedule. At each instant, the schedule stores a job like `job` with a new id. The payload has at
+        most 64 KiB. The times, the delay and the dedup key of `job` must not be set.
 
-        Raises AlreadyExists if there is a schedule of this name, even if this call created it in a first try whose
-        answer was lost. Raises InvalidRequest, for example for a cron expression that cannot be read."""
+        Raises AlreadyExists if there is a schedule of this name, even if the first try of this call created it and the
+        answer to that try was lost. Raises InvalidRequest, for example for a cron expression that cannot be read."""
         request = schedules_pb2.CreateScheduleRequest(
             org=self.org, name=checked_text("name", name), spec=_spec(schedule), job=_template(job), paused=paused
         )
@@ -193,8 +193,9 @@ class ScheduleCalls:
         return _read((await self._ask_schedules(lambda stub: stub.UpdateSchedule, request)).schedule)
 
     async def put_schedule(self, name: str, schedule: Schedule, job: NewJob) -> ScheduleRecord:
-        """Creates a schedule, or makes an existing schedule equal to this one. Does nothing if it is equal already. A
-        paused schedule stays paused. Several processes may call this method at the same time."""
+        """Creates a schedule, or changes the existing schedule of this name to `schedule` and `job`. Does nothing if
+        the existing schedule is equal already. A paused schedule stays paused. Several processes may call this method
+        at the same time."""
         check_schedule(name, schedule, job)
         for tries_left in range(_TRIES_MAX, -1, -1):
             try:
@@ -237,8 +238,8 @@ class ScheduleCalls:
                 return
 
     async def delete_schedule(self, name: str) -> None:
-        """Deletes a schedule; its jobs stay. Raises NotFound, also if the first try of this call deleted the schedule,
-        but its answer was lost."""
+        """Deletes a schedule; its jobs stay. Raises NotFound, even if the first try of this call deleted the schedule
+        and the answer to that try was lost."""
         request = schedules_pb2.DeleteScheduleRequest(org=self.org, name=name)
         await self._ask_schedules(lambda stub: stub.DeleteSchedule, request)
 
@@ -256,9 +257,9 @@ class ScheduleCalls:
         """Stores a run now, even if the schedule is paused or its overlap policy would not allow the run. Returns the
         id of the run's job.
 
-        `request_id`: a UUIDv7, so that the call may be repeated: while the run is among the schedule's newest 20, a
-        call with the same `request_id` stores no other run, and returns the same job. Default: a new one, which an
-        error has in `made_ids`. Raises NotFound."""
+        `request_id`: a UUIDv7 that makes it safe to repeat the call. While the run is among the schedule's newest 20
+        runs, a call with the same `request_id` stores no other run, and returns the id of the same job. Default: a new
+        UUIDv7, which an error has in `made_ids`. Raises NotFound."""
         request_id = request_id or uuid7()
         request = schedules_pb2.TriggerScheduleRequest(org=self.org, name=name, request_id=request_id)
         with ids_in_error((request_id,)):
@@ -267,8 +268,8 @@ class ScheduleCalls:
     async def backfill_schedule(
         self, name: str, begin: datetime, end: datetime, *, overlap: Overlap = Overlap.ALLOW
     ) -> Backfilled:
-        """Stores the runs of all instants from `begin` up to, but not including, `end`, at most 1,000. Leaves out
-        instants that have a run. `end` must have passed. Raises NotFound, InvalidRequest."""
+        """Stores the runs of all instants that are at or after `begin` and before `end`, at most 1,000. Skips instants
+        that have a run already. `end` must have passed. Raises NotFound, InvalidRequest."""
         request = schedules_pb2.BackfillScheduleRequest(org=self.org, name=name, overlap=_number("overlap", overlap))
         request.begin.CopyFrom(named_timestamp("begin", begin))
         request.end.CopyFrom(named_timestamp("end", end))
@@ -293,9 +294,9 @@ class ScheduleCalls:
         self, declared: Iterable[tuple[str, Schedule, NewJob]], *, declared_by: str, remove: bool = False
     ) -> list[str]:
         """Declares these schedules, and no others, under the name `declared_by` (1 to 128 bytes). Returns the names of
-        the schedules that were declared under this name before and no longer are; `remove` deletes them. Several
-        processes may call this method at the same time. Raises InvalidRequest if a schedule with the name of one of
-        these exists, but was not declared under `declared_by`."""
+        the schedules that were declared under this name before and are not in `declared`. `remove`: deletes these
+        schedules. Several processes may call this method at the same time. Raises InvalidRequest if one of these names
+        belongs to an existing schedule that was not declared under `declared_by`."""
         wanted = list(declared)
         for name, schedule, job in wanted:
             with _about(name):
@@ -337,7 +338,7 @@ def check_schedule(name: str, schedule: Schedule, job: NewJob) -> None:
 
 @contextlib.contextmanager
 def _about(name: str) -> Generator[None]:
-    """Adds the name of a schedule to an error that may be about any of several schedules."""
+    """Adds the name of a schedule to an error, because the caller has several schedules."""
     try:
         yield
     except (InvalidRequest, ResourceExhausted) as error:
@@ -357,7 +358,7 @@ def _number(name: str, policy: Overlap) -> schedules_pb2.OverlapPolicy.ValueType
 
 
 def _spec(schedule: Schedule) -> schedules_pb2.ScheduleSpec:
-    """Returns the message of a schedule. Raises InvalidRequest, which names the field that cannot be sent."""
+    """Returns the protobuf message of a schedule. Raises InvalidRequest, which names the field that cannot be sent."""
     given: object = schedule
     if not isinstance(given, Schedule):
         raise invalid_argument("schedule", f"must be a windrow.Schedule, not {shown(given)}")
@@ -403,7 +404,7 @@ def _template(job: NewJob) -> job_pb2.JobTemplate:
 def _is_equal(found: ScheduleRecord, schedule: Schedule, job: NewJob) -> bool:
     """Returns whether a stored schedule equals a wanted schedule. Compares both as the router would store them."""
     wanted = _template(job)
-    # The router fills in this default.
+    # The router stores 5 if no priority was given.
     wanted.priority = wanted.priority or 5
     return _spec(found.schedule) == _spec(schedule) and _template(found.job) == wanted
 
@@ -451,7 +452,7 @@ def _read_run(message: schedules_pb2.ScheduleRun) -> ScheduleRun:
     )
 
 
-# The numbers are those of the enum values in the proto files. The names there have a prefix.
+# The numbers are the numbers of the enum values in the proto files. In the proto files, the names have a prefix.
 _OVERLAP_NUMBERS: dict[Overlap, schedules_pb2.OverlapPolicy.ValueType] = {
     policy: schedules_pb2.OverlapPolicy.Value(f"OVERLAP_POLICY_{policy.name}")
     for policy in Overlap

@@ -15,10 +15,11 @@ _PREFIX = "SERVER_FEATURE_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
-    """The version, limits and features of the router that answered. Routers of one address may differ during an
-    upgrade."""
+    """The version, limits and features of the router that answered. During an upgrade, the routers behind one address
+    may differ."""
 
-    # The release of the router, such as "0.1.0". Decide by limits and features, not by the version.
+    # The release of the router, such as "0.1.0". Programs should make decisions by limits and features, and not by the
+    # version.
     version: str
     # The limits by their names in the contract (ServerLimits in windrow/v1/server.proto), such as
     # limits["max_message_bytes"]. A limit that the router does not send, because it is older than this client, is

@@ -1,9 +1,9 @@
 """What a worker reports about its leases: acks, nacks, releases and extends, batched into messages without delay.
 
-This module owns the entries that wait to be sent, and those that are sent but not answered. It does not know how a
-message travels. A message carries every entry that waits when it is sent. At most UNANSWERED_MAX messages may be
-unanswered; entries that come meanwhile go with the next message. An idle worker sends an ack at once; a busy one sends
-hundreds together.
+This module owns the entries that wait to be sent, and the entries that are sent but not answered. consume_stream.py
+sends the messages. A message carries every entry that waits when it is sent. At most UNANSWERED_MAX messages may be
+unanswered. Entries that are added meanwhile go into the next message. An idle worker sends an ack at once; a busy one
+sends hundreds together.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from windrow.v1 import queue_pb2
 ENTRIES_MAX = 1000
 # A result may have 64 KiB. This bound keeps a message well below the largest message that is allowed.
 _BYTES_MAX = 4 * 1024 * 1024
-# How many bytes an entry has at most in addition to its lease and its texts: tags, lengths, a retry_after.
+# How many bytes an entry has at most in addition to its lease and its texts. These bytes are tags, lengths and a
+# retry_after.
 _ENTRY_BYTES = 32
 _RELEASE, _EXTEND = Released(), Extended()
 UNANSWERED_MAX = 2
 
 
 class _Entry:
-    # These class attributes are the values that most entries have. An entry stores only values that differ.
+    # Most entries have the values of these class attributes. An entry stores a value only if it differs.
 
-    # The entry may be why a whole message was refused: send it in a message of its own.
+    # This entry may be the reason why a whole message was refused: send it in a message of its own.
     alone = False
     sent = False
-    # What the handler has reported since this entry was sent. Always None if the entry itself carries no report.
+    # What the handler has reported since this entry was sent. Always None for an entry without a report.
     later: Report | None = None
 
     def __init__(self, held: HeldLease, action: Action, *, bare: bool = False) -> None:
@@ -80,7 +81,7 @@ class _Message:
 
     def __init__(self, entries: list[_Entry], sent_at: float) -> None:
         self.entries = entries
-        # Taken just before sending; monotonic seconds.
+        # The time just before the entries were sent (monotonic seconds).
         self.sent_at = sent_at
 
 
@@ -92,7 +93,7 @@ class Settlements:
         self._connectivity = connectivity
         self._backoff = backoff
         self._waiting: deque[_Entry] = deque()
-        # For each job that has an entry with a report: that entry. A second report must wait until the first is
+        # The entry with the report of each job that has such an entry. A second report must wait until the first is
         # answered: the router settles messages in parallel, and the older report could be stored last.
         self._reports: dict[HeldLease, _Entry] = {}
         self._unanswered: dict[int, _Message] = {}
@@ -104,7 +105,7 @@ class Settlements:
         # Outcomes of jobs whose report is on its way. They wait until the report is answered: the router settles
         # messages in parallel, and refuses a report about a lease that has ended.
         self._after_report: dict[HeldLease, Action] = {}
-        # Futures that end when no report of a job is on its way.
+        # For each job, the futures to complete when no report of the job is on its way.
         self._told: dict[HeldLease, list[Future[None]]] = {}
         # Set whenever there may be something to send.
         self.wake = asyncio.Event()
@@ -117,8 +118,7 @@ class Settlements:
         held.settling = True
         logged = held.job.logged
         reported = held in self._reports
-        # Close the log if it is still to be read. That is the case if it has lines, or if a report is on its way. Any
-        # other log need not be closed.
+        # Close the log if it will still be read, which is the case if it has lines, or if a report is on its way.
         if logged.count or reported:
             logged.close()
             held.logs = logged.count > 0
@@ -184,7 +184,7 @@ class Settlements:
         self._waiting.append(entry)
 
     def fill(self, request: queue_pb2.ConsumeRequest) -> bool:
-        """Adds the entries that may be sent now, and marks them as sent. Returns whether there were any."""
+        """Adds the entries that may be sent now, and marks them as sent. Returns whether it added any entries."""
         if self._retry_timer is not None or len(self._unanswered) >= UNANSWERED_MAX:
             return False
         if self._is_isolating():
@@ -241,8 +241,9 @@ class Settlements:
         self._requeue(entries)
 
     def on_stream_refused(self, error: InvalidRequest) -> bool:
-        """Handles an InvalidRequest that ended the stream. If unanswered entries may be its cause, queues each of them
-        for a message of its own, to find the bad entry. Returns whether there were unanswered entries."""
+        """Handles an InvalidRequest that ended the stream. If there are unanswered entries, one of them may be the
+        cause. To find it, queues each of these entries for a message of its own. Returns whether there were unanswered
+        entries."""
         entries = [entry for message in self._unanswered.values() for entry in message.entries]
         self._unanswered.clear()
         if entries:
@@ -298,14 +299,14 @@ class Settlements:
             )
 
     def _is_needless(self, extend: _Entry) -> bool:
-        """Returns whether there is nothing to extend: the lease has ended, or the job's outcome is queued by now and
-        does not wait for this report."""
+        """Returns whether the extend need not be sent, because the lease has ended, or because the job's outcome is
+        queued by now and does not wait for the report of this extend."""
         held = extend.held
         return held not in self._leases or (held.settling and self._reports.get(held) is not extend)
 
     def _end_report(self, entry: _Entry) -> None:
-        """Handles an extend that is no longer on its way. Queues the report that its handler has made meanwhile, or
-        else the outcome that waited for this extend."""
+        """Handles an extend that is no longer on its way. Queues the report that the handler has made meanwhile. If
+        there is no such report, queues the outcome that waited for this extend."""
         held = entry.held
         if self._reports.get(held) is not entry:
             return
@@ -318,8 +319,9 @@ class Settlements:
             self._waiting.append(_Entry(held, self._after_report.pop(held)))
 
     def _is_isolating(self) -> bool:
-        """After a message was refused, each of its entries is sent in a message of its own (`alone`). Returns whether
-        such a message is unanswered, or such an entry comes next while other messages are unanswered."""
+        """After a message was refused, each of its entries is sent in a message of its own (`alone`). Returns whether a
+        message with such an entry is unanswered, or such an entry is the next to send while other messages are
+        unanswered."""
         if not self._unanswered:
             return False
         if self._waiting and self._waiting[0].alone:

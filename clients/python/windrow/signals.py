@@ -1,4 +1,5 @@
-"""Graceful stops by SIGTERM and SIGINT. Owns both signal handlers while a service runs, then restores the old ones."""
+"""Graceful stops by SIGTERM and SIGINT. Sets both signal handlers while a service runs, and then restores the old
+handlers."""
 
 from __future__ import annotations
 
@@ -27,18 +28,19 @@ _log = logging.getLogger("windrow.worker")
 _stops: list[Callable[[], None]] = []
 # For each signal that this module handles now, the handler that the signal had before.
 _before: dict[signal.Signals, Any] = {}
-# How many signals have come since this module took over the signals.
+# How many signals have arrived since this module set its signal handlers.
 _count = 0
 
 
 def run(*services: Service) -> None:
     """Runs workers and relays from a script until SIGTERM or Ctrl-C, then closes their clients.
 
-    The first signal stops them gracefully, the second at once. A third signal does what it would do without this
-    function: usually, it ends the process. A `def` handler that still runs in its thread keeps the process alive until
-    the handler ends or another signal comes. Several services end together: if a service raises, for example because
-    its key was revoked, the others are cancelled, and the error is raised in an ExceptionGroup. If services of
-    different orgs must not end each other, run each in a process of its own.
+    The first signal stops the services gracefully, and the second signal stops them at once. A third signal does what
+    it would do without this function, which is usually to end the process. A `def` handler that still runs in its
+    thread keeps the process alive until the handler ends or another signal comes. Several services end together: if one
+    service raises an error, for example because its key was revoked, the other services are cancelled, and the error is
+    raised in an ExceptionGroup. If services of different orgs must not end each other, run each in a process of its
+    own.
     """
     asyncio.run(_run_all(services))
 
@@ -62,8 +64,8 @@ async def _run_all(services: tuple[Service, ...]) -> None:
 def stopped_by_signals(stop: Callable[[], None], *, always: bool = False) -> Generator[None]:
     """Calls `stop` on the first two signals. Does nothing outside the main thread, or if the event loop has no signal
     support. Also does nothing if the program handles SIGTERM itself, as a web server does, unless `always` is true. If
-    this function took over the signals of such a server, the server would not end, and a handler that the server had
-    set in the event loop could not be restored."""
+    this function replaced the signal handlers of a web server, the server would not end, and a handler that the server
+    had set in the event loop could not be restored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -111,6 +113,6 @@ def _on_signal() -> None:
     for stop in tuple(_stops):
         stop()
     if _count == 2:
-        # A handler that does not end although it was cancelled would keep the process alive: let one more signal end
+        # A job's handler that was cancelled may still not end, and keep the process alive. So let the next signal end
         # the process.
         _restore()

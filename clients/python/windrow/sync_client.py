@@ -1,4 +1,5 @@
-"""The client for synchronous code. Owns a thread with an event loop; each method runs a call there and waits for it."""
+"""The client for synchronous code. It owns a thread with an event loop. Each method runs a call in that thread and
+waits for the result."""
 
 from __future__ import annotations
 
@@ -47,10 +48,10 @@ class SyncClient:
     """Client without `await`: arguments, return values and errors are the same.
 
     Any number of threads may share a SyncClient. It also works in notebooks, where an event loop runs in the calling
-    thread. Do not call it from a coroutine: it would block the event loop. The first call ties the client to its
-    process. So a client that is made before a fork and first used afterwards works in every child process. Close a used
-    client before a fork, and make a new one in the child: gRPC does not work in a process that was forked while a
-    client was open.
+    thread. Do not call it from a coroutine, because the call would block the event loop. The first call ties the client
+    to its process. So a client that is made before a fork, and that is not used before the fork, works in every child
+    process. Close a used client before a fork, and make a new one in the child: gRPC does not work in a process that
+    was forked while a client was open.
     """
 
     # testing.py sets another class.
@@ -95,8 +96,8 @@ class SyncClient:
         self._closed = False
 
     def for_org(self, org: str) -> Self:
-        """Returns a client of another org over the same connections and thread. These stay open until this client is
-        closed; closing the returned client does nothing."""
+        """Returns a client of another org that uses the same connections and thread, which remain until this client is
+        closed. Closing the returned client does nothing."""
         other = object.__new__(type(self))
         client = self._client.for_org(org)
         other._client = client
@@ -264,7 +265,8 @@ class SyncClient:
                 runner.get_loop()
                 # A daemon thread, so that a program that forgets close() can still exit.
                 thread = threading.Thread(target=_serve, args=(runner,), name="windrow-sync-client", daemon=True)
-                # Set these before the thread starts: a signal handler that makes a call now must use the same thread.
+                # Set these two fields before the thread starts, because a signal handler that makes a call now must use
+                # the same thread.
                 self._runner, self._thread = runner, thread
                 try:
                     thread.start()
@@ -273,13 +275,14 @@ class SyncClient:
                     self._runner = self._thread = None
                     runner.close()
                     raise
-            # Hold the lock until the call is on its way: the loop runs no call that comes after close() has stopped it.
+            # Hold the lock until the call is passed to the loop, because the loop runs no call after close() has
+            # stopped it.
             return asyncio.run_coroutine_threadsafe(work, self._runner.get_loop())
 
     def _claim(self) -> bool:
-        """Ties the client to this process, unless it is tied already. Returns whether the client belongs to this
-        process. Call this before you take the lock. So nobody has taken the lock of a client that is not tied yet, and
-        a forked process may claim such a client."""
+        """Ties the client to this process, unless the client is tied to a process already. Returns whether the client
+        belongs to this process. Call this before you take the lock. Then nobody has taken the lock of a client that is
+        not tied yet, so a forked process can safely claim that client."""
         if self._pid is None:
             self._pid = os.getpid()
         return self._pid == os.getpid()
@@ -298,7 +301,7 @@ def _serve(runner: asyncio.Runner) -> None:
             try:
                 loop.run_forever()
             except (SystemExit, KeyboardInterrupt):
-                # Middleware, or a function that returns tokens, has raised this error. Its caller gets the error; other
-                # calls continue.
+                # Middleware, or a function that returns tokens, has raised this error. The caller whose call ran it
+                # gets the error; other calls continue.
                 continue
             break

@@ -1,4 +1,5 @@
-"""For the tests of programs that use Windrow, without a cluster: runs a handler, and records what is enqueued.
+"""Helpers for the tests of programs that use Windrow. They need no cluster: they run a handler, and record what is
+enqueued.
 
     result = await testing.run_job(worker, windrow.NewJob("emails", "send_email", {"to": "ada@example.com"}))
     assert result.state is windrow.JobState.SUCCEEDED
@@ -7,8 +8,8 @@
     await welcome(client, "ada@example.com")
     testing.assert_enqueued(client, "emails", "send_email", {"to": "ada@example.com"})
 
-Everything except the network is the real code: middleware, encoding, timeouts, threads and processes. Neither time nor
-retries are simulated, and no job runs by itself.
+Everything except the network is the real code: middleware, encoding, timeouts, threads and processes. This module
+simulates neither time nor retries, and no job runs by itself.
 """
 
 from __future__ import annotations
@@ -64,15 +65,17 @@ _Response = TypeVar("_Response")
 class AttemptResult:
     """The result of one attempt of a handler."""
 
-    # ACKED; NACKED; or RELEASED by a Snooze or a Waiting, which do not count as attempts.
+    # ACKED, NACKED or RELEASED. A Snooze and a Waiting release the job, and do not count as attempts.
     outcome: AttemptOutcome
-    # The job's state after the attempt: SUCCEEDED; DEAD; SCHEDULED if it is to run again; BLOCKED after a Waiting.
+    # The job's state after the attempt: SUCCEEDED, DEAD, SCHEDULED if the job will run again, or BLOCKED after a
+    # Waiting.
     state: JobState
     # The handler's result, as the bytes that are stored.
     result: bytes = b""
     # The failure that a nack reports: the type, message and stack of the handler's error.
     failure: Failure | None = None
-    # After how long the job runs again. None: as its retry policy says, or never.
+    # The time after which the job runs again. None: the job's retry policy sets this time, or the job does not run
+    # again.
     after: timedelta | None = None
     # The reason of a Snooze.
     reason: str = ""
@@ -80,8 +83,8 @@ class AttemptResult:
     log: str = ""
     progress: Progress | None = None
     checkpoint: bytes | None = None
-    # For each node that the handler has added with job.workflow, by its name: the node's job, with its payload as
-    # bytes. Includes the nodes that the handler waits for.
+    # The jobs of the nodes that the handler has added with job.workflow, by the name of the node. Their payloads are
+    # bytes. The nodes that the handler waits for are included.
     added: Mapping[str, NewJob] = field(default_factory=dict[str, NewJob])
 
 
@@ -94,20 +97,21 @@ async def run_job(
     results: Mapping[str, Payload] | None = None,
 ) -> AttemptResult:
     """Runs the worker's handler for this job, as a running worker does: through its middleware, in a thread or process
-    if the handler needs one, and within its timeout. A batch handler gets a batch with this job alone. Needs no router,
-    and uses only the org and the tracing of the worker's client.
+    if the handler needs one, and within its timeout. A batch handler gets a batch with this job only. run_job needs no
+    router, and uses only the org and the tracing of the worker's client.
 
     `attempt`: the number of the attempt. If the last of the job's `max_attempts` (20 by default) fails, the job is
-    DEAD. `checkpoint`: what an earlier attempt has reported. A test without an event loop calls
+    DEAD. `checkpoint`: the checkpoint that an earlier attempt has reported. In a test without an event loop, call
     asyncio.run(run_job(...)).
 
     `results`: the results of nodes that have succeeded, by name. If `results` is given, the job is a node of a
-    workflow: job.workflow.add adds nodes, and job.workflow.wait_for returns its nodes if `results` has a result for
-    each of them. Otherwise the attempt ends, and the job is BLOCKED: call run_job again with the results, and the
-    handler runs from its beginning.
+    workflow: job.workflow.add adds nodes. job.workflow.wait_for returns the nodes that it was given if `results` has a
+    result for each of them. Otherwise the attempt ends, and the job is BLOCKED. If you then call run_job again with the
+    results, the handler runs again from its beginning.
 
-    An error of the handler is in the result. Raises InvalidJob for a job that a router would refuse. Raises
-    InvalidRequest if the worker does not take jobs of the job's queue, or has no handler for the job's kind."""
+    If the handler raises an error, the returned AttemptResult has it. Raises InvalidJob for a job that a router would
+    refuse. Raises InvalidRequest if the worker does not take jobs of the job's queue, or has no handler for the job's
+    kind."""
     message = new_message(job)
     if faults := list(job_faults(message)):
         raise error_of(_refusal("jobs[0]", faults))
@@ -137,8 +141,8 @@ async def run_job(
 
     handlers.open(worker.concurrency)
     try:
-        # Like a worker, give the handler a task of its own. The handler's code may cancel this task; the attempt has
-        # then failed.
+        # Run the handler in a task of its own, as a worker does. If the handler's code cancels this task, the attempt
+        # has failed.
         handling = asyncio.create_task(handle())
         try:
             action = await handling
@@ -204,7 +208,7 @@ def _result_of(action: object, job: Job) -> AttemptResult:
 
 
 class _Recorder(Calls):
-    """Answers an Enqueue as a router does, and no other call."""
+    """Answers Enqueue calls as a router does. Refuses every other call."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -267,8 +271,8 @@ class _Recorder(Calls):
 
 
 class _FlowCalls(_Recorder):
-    """Answers the calls of a job about its workflow, as a router does. Assumes that the nodes with results have ended,
-    and no others."""
+    """Answers the calls that a job makes about its workflow, as a router does. Assumes that only the nodes with results
+    have ended."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -311,7 +315,7 @@ class _FlowCalls(_Recorder):
 
 
 class _FlowClient(Client):
-    """The client that adds nodes for a job that run_job runs."""
+    """The client through which a job adds nodes in run_job."""
 
     _calls_class = _FlowCalls
 
@@ -322,11 +326,11 @@ def _flow_calls(calls: Calls) -> _FlowCalls:
 
 
 class RecordingClient(Client):
-    """A Client that connects to nothing. It keeps the jobs that it is asked to store, and refuses what a router would
-    refuse. A second job with the same id, or with the same dedup key in its queue, is a duplicate and is not kept; keys
-    are remembered for ever. Every call except enqueues raises NotImplementedError.
+    """A Client that connects to nothing. It keeps the jobs that a program enqueues, and refuses what a router would
+    refuse. A second job with the same id, or with the same dedup key in the same queue, is a duplicate and is not kept.
+    Dedup keys are remembered for ever. Every call except enqueues raises NotImplementedError.
 
-    Takes the arguments of Client. Clients of other orgs, made with for_org, keep their own jobs.
+    The arguments are those of Client. Each client that for_org returns has only the jobs of its org.
     """
 
     _calls_class = _Recorder
@@ -389,8 +393,8 @@ def assert_enqueued(
     payload: Payload = _ANY_PAYLOAD,
     **options: Unpack[JobOptions],
 ) -> NewJob:
-    """Returns the only job that matches, as `enqueued` finds it. Raises AssertionError, with what was enqueued, if no
-    job or several jobs match."""
+    """Returns the only job that matches, in the sense of RecordingClient.enqueued. If no job or several jobs match,
+    raises an AssertionError that lists the enqueued jobs."""
     found = client.enqueued(queue, kind, payload, **options)
     if len(found) == 1:
         return found[0]

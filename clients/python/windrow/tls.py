@@ -1,5 +1,5 @@
-"""How a client makes TLS connections: whom it trusts, and how it proves who it is. handshake.py says what is wrong when
-no connection can be made.
+"""The TLS settings of a client: which certificates it trusts, and how it proves who it is. If no connection can be
+made, handshake.py finds out why.
 
     windrow.Client("grpcs://jobs.example.com:7419", org="acme")                   # CAs of the operating system
     windrow.Client("jobs.example.com:7419", org="acme", tls="/etc/ssl/acme-ca.pem")
@@ -46,11 +46,11 @@ class Tls:
     # The CAs that may have signed the router's certificate. None: the CAs that the operating system trusts, or the CAs
     # in the file that SSL_CERT_FILE names.
     ca: Path | str | None = None
-    # The client's certificate, with the certificates that link it to a CA, and its private key. Some routers demand
-    # them.
+    # The client's certificate, with the certificates that link it to a CA, and the private key of the certificate. Some
+    # routers demand a client certificate.
     certificate: Path | str | None = None
     key: Path | str | None = None
-    # The name in the router's certificate, if it is not the host of the address.
+    # The name in the router's certificate, if this name is not the host of the address.
     server_name: str | None = None
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ def environment() -> dict[str, str]:
 
 
 def chosen(given: Tls | Path | str | bool | None, *, secure: bool) -> Tls | None:
-    """Returns how to connect, or None for plain text. `given` is what the program says; if that is None, the
+    """Returns the TLS settings, or None for plain text. `given` is the program's argument `tls`; if it is None, the
     environment decides. `secure` says whether the address begins with grpcs://. Raises InvalidRequest."""
     match given:
         case Tls():
@@ -101,7 +101,7 @@ def read(tls: Tls) -> Pem:
             raise InvalidRequest(f"tls: certificate {tls.certificate} and key {tls.key}: {why}") from error
     ca = tls.ca or _system_ca()
     roots = None if ca is None else _read("ca", ca)
-    # Do not check the system's own file: it has so many certificates that the check would take a while.
+    # Do not check the system's own file, because it has many certificates and the check would be slow.
     if tls.ca is not None and roots is not None and not _has_certificate(roots):
         raise InvalidRequest(f"tls ca: {tls.ca}: has no certificate that can be read (-----BEGIN CERTIFICATE-----)")
     return Pem(
@@ -116,8 +116,8 @@ def credentials(pem: Pem) -> grpc.ChannelCredentials:
 
 
 def pem_text(content: bytes) -> str:
-    """Returns a PEM file in the form that `ssl` needs: ASCII. The comments in a file of CAs may have other
-    characters."""
+    """Returns a PEM file as ASCII text, which `ssl` needs. Drops other characters, which may be in comments of the
+    file."""
     return content.decode("ascii", "ignore")
 
 

@@ -27,11 +27,11 @@ RENEWAL_S_MAX = 60.0
 
 
 class Tokens:
-    """Gives a token to each call. A token that the function has returned is used until a router refuses it; `renew`
-    then asks the function again."""
+    """Gives a token to each call. A token that the function has returned is used until a router refuses the token.
+    `renew` then calls the function again."""
 
     def __init__(self, token: Token) -> None:
-        # Anything that is no function must be a text.
+        # Anything that is not a function must be a text.
         self._ask = token if callable(token) else None
         self._metadata = None if callable(token) else _metadata(token)
         self._asking: asyncio.Lock | None = None
@@ -43,7 +43,7 @@ class Tokens:
 
     @property
     def known(self) -> Metadata:
-        """The metadata of a call, or nothing if the function has not been asked yet."""
+        """The metadata of a call, or no metadata if the function was not called yet."""
         return self._metadata or ()
 
     async def metadata(self, *, within_s: float) -> Metadata:
@@ -52,7 +52,7 @@ class Tokens:
         return self.known or await self._asked(None, within_s)
 
     async def renew(self, refused: Metadata, *, within_s: float) -> bool:
-        """Returns whether there is another token than the refused one. Raises what `metadata` raises."""
+        """Returns whether there is a token other than the refused one. Raises what `metadata` raises."""
         return self._ask is not None and await self._asked(refused, within_s) != refused
 
     async def _asked(self, refused: Metadata | None, within_s: float) -> Metadata:
@@ -90,8 +90,8 @@ class Refusals:
         self._accepted, self._since = True, None
 
     def is_final(self) -> bool:
-        """Returns whether to give up after this refusal. If a function returns the tokens, and a router has accepted an
-        earlier token, the answer is no for RENEWAL_S_MAX, because the new token may only be late."""
+        """Returns whether to give up after this refusal. Returns False for RENEWAL_S_MAX if a function returns the
+        tokens and a router has accepted an earlier token, because the new token may only be late."""
         now = time.monotonic()
         if self._since is None:
             self._since = now
@@ -107,7 +107,7 @@ async def _in_thread(function: Callable[[], _Result]) -> _Result:
     try:
         called = asyncio.get_running_loop().run_in_executor(None, _called, function)
     except RuntimeError:
-        # The interpreter ends, and starts no threads any more: in a handler of atexit, for example.
+        # The interpreter shuts down and starts no more threads, for example in a handler of atexit.
         return _called(function)
     return await called
 
@@ -121,14 +121,14 @@ def _called(function: Callable[[], _Result]) -> _Result:
 
 
 def tokens_of(token: Token | None) -> Tokens | None:
-    """Returns the tokens of a client: `token`, or $WINDROW_TOKEN, or none."""
+    """Returns the Tokens of a client: from `token`, or else from $WINDROW_TOKEN. Returns None if both are missing."""
     given = token if token is not None else os.environ.get(TOKEN_VARIABLE, "").strip() or None
     return None if given is None else Tokens(given)
 
 
 def _metadata(token: object) -> Metadata:
-    """Returns the metadata with a token. Raises InvalidRequest if the token cannot be sent; the message does not show
-    the token."""
+    """Returns the metadata with a token. Raises InvalidRequest if the token cannot be sent. The error's message does
+    not show the token."""
     if not isinstance(token, str):
         raise InvalidRequest(f"token: must be a text, not {type(token).__name__}")
     bare = token.strip()

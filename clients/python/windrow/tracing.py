@@ -1,4 +1,5 @@
-"""Spans and W3C Trace Context for enqueueing and handling jobs. Has no exporter; needs only the OpenTelemetry API.
+"""Spans and W3C Trace Context for enqueueing and handling jobs. This module has no exporter, and needs only the
+OpenTelemetry API.
 
 Follows the semantic conventions for messaging spans (opentelemetry.io/docs/specs/semconv/messaging/messaging-spans):
 
@@ -6,12 +7,13 @@ Follows the semantic conventions for messaging spans (opentelemetry.io/docs/spec
 - Enqueueing a batch inside a recorded span makes a span `create <queue>` (PRODUCER) for each job, and one
   `send <queue>` (CLIENT) with links to all of them. Each job carries the context of its own span. Outside a recorded
   span, or with `create_spans=False`, all jobs of the batch carry the context of `send <queue>`.
-- A worker runs a handler in a span `process <queue>` (CONSUMER). This span is about one job, so the job's context is
-  its parent, and also a link, as the conventions ask. A span around the worker itself becomes a second link.
+- A worker runs a handler in a span `process <queue>` (CONSUMER). This span is about one job. So the job's context is
+  the parent of the span, and also a link, as the conventions ask. A span around the worker itself becomes a second
+  link.
 - A batch handler has one span `process <queue>` for its batch, with links to all jobs' contexts and no parent.
 
 Dequeues and acks have no spans: the worker, and not the user, decides when it dequeues or acks a batch. Without an
-OpenTelemetry SDK no spans are made, but a context that comes from elsewhere is still passed on.
+OpenTelemetry SDK no spans are made, but the current trace context is still written into the jobs.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class Tracing:
 
     @contextmanager
     def sending(self, jobs: Sequence[job_pb2.NewJob]) -> Generator[None]:
-        """Wraps the call that stores the jobs. Gives each job a trace context, unless it has one."""
+        """Wraps the call that stores the jobs. Gives a trace context to each job that has none."""
         around = trace.get_current_span()
         if not self.has_sdk():
             context = around.get_span_context()
@@ -114,7 +116,7 @@ class Tracing:
 
     @contextmanager
     def processing_batch(self, jobs: Sequence[Job]) -> Generator[Span]:
-        """Wraps a handler of many jobs: one span, which has no parent and links to the span of each job."""
+        """Wraps a handler of many jobs in one span. The span has no parent, and has a link to the span of each job."""
         queues = {job.queue for job in jobs}
         queue = jobs[0].queue if len(queues) == 1 else ""
         attributes = self._attributes("process", queue)
@@ -190,7 +192,7 @@ def trace_context(context: SpanContext) -> job_pb2.TraceContext | None:
     if not context.is_valid:
         return None
     state = context.trace_state.to_header() if context.trace_state else ""
-    # Drop a tracestate that the router would refuse: the job matters more than its trace.
+    # Drop a tracestate that the router would refuse, because the job matters more than its trace.
     if len(state) > _TRACESTATE_BYTES_MAX or not state.isascii() or not state.isprintable():
         state = ""
     parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"

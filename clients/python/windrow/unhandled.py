@@ -1,7 +1,8 @@
-"""Jobs of kinds that a worker has no handler for: decides when they run again, and logs them. No I/O except the log.
+"""Handles jobs for which a worker has no handler: decides when these jobs run again, and logs them. No I/O except the
+log.
 
-Such a job is usually newer than its worker: a rolling deploy has updated the producers first. So the attempt does not
-count, and the job is given back for a pause that grows until a newer worker runs."""
+Such a job is usually newer than its worker: a rolling deploy has updated the producers first. So the job is snoozed,
+which does not count as an attempt. The pauses grow until a newer worker runs."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ class Unhandled:
 def pause_s(job: Job, *, luck: float) -> float:
     """Returns the pause before the job runs again: 5 s to 5 min, times 0.5 to 1.0 as `luck` (0.0 to 1.0) decides.
 
-    The pause grows with the time from the enqueue to `run_at`, which each pause has moved later. So the pause nearly
-    doubles each time, and all workers choose the same pause, although nothing is stored for it. Both times come from
-    the shard's clock."""
+    The pause grows with the time from `enqueued_at` to `run_at`, because each earlier pause has moved `run_at` to a
+    later time. So the pause nearly doubles each time, and all workers compute the same pause (except for `luck`),
+    although no pause is stored. Both times come from the shard's clock."""
     known_s = (job.run_at - job.enqueued_at).total_seconds()
     return min(PAUSE_S_MAX, max(PAUSE_S_MIN, known_s)) * (0.5 + luck / 2)

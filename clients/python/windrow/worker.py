@@ -1,8 +1,8 @@
 """The worker: takes jobs from a stream, runs their handlers, and reports the outcomes.
 
 consume_stream.py has the stream, leases.py the leases, handlers.py the handlers, and settlements.py the reports.
-job_runner.py decides how many jobs to ask for and when each job begins. This module has what a program calls, and
-shuts the worker down.
+job_runner.py decides how many jobs to ask for and when each job begins. This module has the methods that a program
+calls. It also shuts the worker down.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CONCURRENCY_MAX = 1000
 # The contract's limit for one stream.
 QUEUES_MAX = 64
 PREFETCH_MAX = 5000
-# Enough jobs to cover the round trip to the router when handlers take almost no time.
+# So many jobs are enough for the time of a round trip to the router, even if handlers take almost no time.
 _PREFETCH_MIN = 100
 _FLUSH_S, _FLUSH_HURRIED_S = 5.0, 1.0
 
@@ -71,14 +71,15 @@ class Worker:
     for.
 
     - `orgs` (default: the client's org): `windrow.ALL` takes jobs of every org of the cluster; job.org names the org.
-      The client needs a key for all orgs with the scopes `consume` and `cluster`. Orgs share the time of such workers
-      by their weights (`windrow weights`): an org is charged for as long as its jobs are leased, even if they only wait
-      in a worker. So the default of `prefetch` is 0 for such a worker: it takes a job only when the job can begin.
+      The client needs a key for all orgs with the scopes `consume` and `cluster`. Orgs share the time of these workers
+      by their weights (`windrow weights`): an org is charged for the time for which its jobs are leased, even if the
+      jobs only wait in a worker. So the default of `prefetch` is 0 for such a worker: it takes a job only when the job
+      can begin.
     - `concurrency` (1 to 1,000; default 10): how many handlers run at the same time.
     - `prefetch` (0 to 5,000; default: 5 × concurrency, at least 100): how many jobs may wait in the worker besides the
       jobs that run, so that handlers need not wait for jobs. The longer handlers take, the fewer jobs the worker
       prefetches, so that a job waits for about 0.1 s. The worker releases a job that has waited for a third of its
-      window; that does not count as an attempt.
+      window. This lease does not count as an attempt.
     - `visibility_window` (100 ms to 12 h; default 30 s): the length of each lease. The worker extends a lease after a
       third of this time.
     - `name` (default host-pid-xxxx): the worker's name in the attempt history.
@@ -93,11 +94,11 @@ class Worker:
     - `declares_as` (default "worker:" and the first queue): the name under which every() declares schedules. Programs
       that declare different schedules need different names.
     - `removes_undeclared` (default False): deletes the schedules that were declared under this name before and are no
-      longer declared. If this is False, a WARNING names these schedules. A worker of an older release that starts again
-      during a deploy also deletes what only the new release declares.
+      longer declared. If this is False, a WARNING names these schedules. If a worker of an older release starts again
+      during a deploy, it also deletes the schedules that only the new release declares.
 
-    A handler that runs for long can report how far it has come, for people, and a checkpoint for the job's next attempt
-    (see Job.report). A job that is cancelled loses its lease: see `cancel_lost`.
+    A handler that runs for long can report its progress to people, and a checkpoint to the job's next attempt (see
+    Job.report). A job that is cancelled loses its lease: see `cancel_lost`.
 
     A handler returns the job's result (see Payload; None: no result); the worker then acks the job. A result of more
     than 64 KiB is dropped: the job succeeds without it, and the worker logs a WARNING. If the handler raises, the
@@ -201,7 +202,7 @@ class Worker:
         A handler that takes longer than `timeout` (s, or timedelta; None: for ever) is stopped, and its attempt fails
         as `windrow.TimedOut`, with the handler's stack. An `async def` is cancelled. A thread cannot be stopped:
         job.lost is set, another job gets its place, and the thread continues without a place, even while the job's next
-        attempt runs. At most 1,000 such threads have no place; each further thread keeps its place until it ends.
+        attempt runs. At most 1,000 threads continue without a place; each further thread keeps its place until it ends.
 
         `isolate="process"` runs a `def` in a process of its own, for code that may hang, crash or leak: the process is
         killed when the handler times out, when its job is lost, and when the worker stops. If the process ends by
@@ -225,8 +226,8 @@ class Worker:
             async def index_pages(jobs): ...
 
         The function returns None if all jobs are done. Otherwise it returns a sequence with one result for each job, in
-        their order: the value that a handler of single jobs would return, or an exception for this job alone, such as
-        Retry("why"). If the batch handler raises, all its jobs fail, or are snoozed, in the same way.
+        the order of the jobs: the value that a handler of single jobs would return, or an exception for this job alone,
+        such as Retry("why"). If the batch handler raises, all its jobs fail, or are snoozed, in the same way.
 
         A batch has 1 to `max_jobs` (1 to 1,000) jobs. Each job takes one of the worker's places, so `concurrency`
         should be a few times `max_jobs`. A batch begins at once if it is full, or if there is no place for more jobs.
@@ -259,9 +260,9 @@ class Worker:
             async def send_digest(job): ...
 
         `when` is a cron expression, read in the time zone `tz`, or the time between two runs (s, or timedelta), or a
-        Schedule. The kind of the jobs is the function's name, and so is the schedule's name unless `name` is given.
-        The jobs go into the worker's first queue unless `queue` names another one of its queues. job.scheduled_run has
-        the nominal time. `timeout` and `isolate` are as in handler().
+        Schedule. The kind of the jobs is the function's name. The name of the schedule is `name`, or the function's
+        name if `name` is not given. The jobs go into the worker's first queue unless `queue` names another one of its
+        queues. job.scheduled_run has the nominal time. `timeout` and `isolate` are as in handler().
 
         run() creates the schedule, or changes it if it differs; a paused schedule stays paused. Any number of processes
         may declare the same schedules. See `removes_undeclared` about schedules that are no longer declared. The client
@@ -290,13 +291,14 @@ class Worker:
         """Works until stop(), or, in the main thread, until SIGTERM or SIGINT. The worker does not handle these signals
         if the program handles SIGTERM itself, as a web server does. A worker can run only once.
 
-        To shut down, the worker takes no more jobs and releases the jobs that have not begun. It gives handlers `grace`
-        to finish, then cancels them and releases their jobs, and sends the last acks. It also releases the job of a
-        handler that catches its cancellation and returns, or whose clean-up fails; but if the handler raises Snooze,
-        Kill or a Retry with a delay, that is the job's outcome. The worker cannot stop a `def` handler: it sets
-        job.lost, lets the lease expire, and run() returns. The process then ends when the handler's thread ends, or by
-        the next signal, because run() has restored the old signal handlers. After a second signal, it restores them at
-        once, so a third signal ends the process even if a handler does not end when it is cancelled.
+        To shut down, the worker takes no more jobs and releases the jobs that have not begun. It waits up to `grace`
+        for the handlers. Then it cancels the handlers that still run, releases their jobs, and sends the last acks. It
+        also releases the job if a cancelled handler returns, or fails during its clean-up. But if a cancelled handler
+        raises Snooze, Kill or a Retry with a delay, that is the job's outcome. The worker cannot stop a `def` handler:
+        it sets job.lost, lets the lease expire, and run() returns. The process then ends when the handler's thread
+        ends, or at the next signal, because run() has restored the old signal handlers. After a second signal, run()
+        restores the old signal handlers at once, so a third signal ends the process even if a handler does not end when
+        it is cancelled.
 
         Raises a WindrowError that no retry can fix, such as PermissionDenied or RouterTooOld. If the task of run() is
         cancelled, the worker cancels its handlers and releases their jobs. If routers refuse the token after they have
@@ -307,7 +309,7 @@ class Worker:
         if self._loop is not None:
             raise InvalidRequest(f"worker {self.name} has run already; make a new one")
         if is_handler_process():
-            # This process of a handler has imported the program, which runs its worker: do nothing.
+            # This process runs a handler. It has imported the program's module, which calls run(): do nothing.
             return
         self._handlers.open(self.concurrency)
         self._stream.tell_kinds(self._handlers.kinds)
@@ -374,7 +376,7 @@ class Worker:
         self._runner.take([self._read(message) for message in messages], received_at)
 
     def _report(self, lease: bytes, report: Report) -> None:
-        """Takes a report of a handler, which may run in a thread."""
+        """Takes a handler's report. The handler may run in a thread."""
         assert self._loop is not None
         try:
             is_here = asyncio.get_running_loop() is self._loop
@@ -392,7 +394,8 @@ class Worker:
             self._runner.settlements.report(held, report)
 
     def _when_stored(self, lease: bytes) -> Future[None]:
-        """Returns a future that ends when no report about this lease is on its way. Thread-safe."""
+        """Returns a future that is completed when no report about this lease is on its way to the router.
+        Thread-safe."""
         stored = Future[None]()
         assert self._loop is not None
         try:
@@ -409,7 +412,7 @@ class Worker:
             stored.set_result(None)
 
     async def _flush(self, stream: asyncio.Task[None]) -> None:
-        """Waits, for a few seconds at most, until every report is answered and the stream has ended."""
+        """Closes the stream. Waits a few seconds at most until every report is answered and the stream has ended."""
         self._stream.close()
         await asyncio.wait([stream], timeout=_FLUSH_S if self._stops < 2 else _FLUSH_HURRIED_S)
 

@@ -46,9 +46,9 @@ class WorkflowCalls:
     calls: Calls
 
     async def start(self, workflow: Workflow) -> Started:
-        """Stores a workflow with all its jobs, at most 10,000 (16 MiB). The call may be repeated: the workflow is
-        stored once. Raises InvalidJob. Raises InvalidRequest, for example for a cycle. Raises AlreadyExists if another
-        workflow has its id."""
+        """Stores a workflow with all its jobs: at most 10,000 jobs, with at most 16 MiB in total. The call may be
+        repeated: the workflow is stored once. Raises InvalidJob. Raises InvalidRequest, for example for a cycle. Raises
+        AlreadyExists if another workflow has its id."""
         request = workflow.request(self.org)
         response = await self._ask_workflows(lambda stub: stub.StartWorkflow, request)
         ids = dict(zip((node.name for node in workflow.nodes), response.job_ids, strict=True))
@@ -56,9 +56,9 @@ class WorkflowCalls:
 
     async def add_nodes(self, job: Job, nodes: Nodes) -> Added:
         """Adds nodes to the workflow of a leased job: the workflow's callbacks then wait for these nodes too. Stores
-        all of them, or none. If this job has added a node of the same name before, also in an earlier attempt, that
-        node stays as it is. So a handler should choose names that are the same in each attempt, or add nodes in the
-        same order. One call takes at most 1,000 nodes, with at most 10,000 edges; a handler may make several calls.
+        all of them, or none. If this job has already added a node of the same name, in this attempt or an earlier one,
+        that node stays as it is. So a handler should give each node the same name in each attempt, or add the nodes in
+        the same order. One call takes at most 1,000 nodes, with at most 10,000 edges; a handler may make several calls.
 
         Raises InvalidJob, InvalidRequest; FailedPrecondition if the lease or the workflow has ended; AlreadyExists if
         another node has one of the names; NotFound if a node is to wait for a node that does not exist;
@@ -75,12 +75,12 @@ class WorkflowCalls:
     ) -> list[Parent]:
         """Adds nodes to the workflow of a leased job like add_nodes, and lets the job wait for them. If all nodes in
         `nodes` have ended, or if `nodes` is empty, returns the nodes with their results, in the order of `nodes`.
-        Otherwise raises Waiting, which the handler must not catch: the attempt ends without counting, and the handler
-        runs again from its beginning when the nodes have ended. `on_failed` says what becomes of the job if one of the
-        nodes fails.
+        Otherwise raises Waiting, which the handler must not catch. This attempt then ends and is not counted, and the
+        handler runs again from its beginning when the nodes have ended. `on_failed` says what happens to the job if one
+        of the nodes fails.
 
-        The nodes may wait for each other, and for nodes that have ended. Raises what add_nodes raises, and
-        InvalidRequest if one of the nodes waits for any other node, because that node might wait for the job."""
+        The nodes may wait for each other, and for nodes that have ended. They must not wait for any other node, because
+        that node might wait for the job: wait_for then raises InvalidRequest. Also raises what add_nodes raises."""
         request = self._addition(job, nodes)
         request.wait = True
         request.on_failed = policy_number(on_failed)
@@ -110,7 +110,7 @@ class WorkflowCalls:
             )
         if nodes not in of.added:
             of.added.append(nodes)
-        # Nodes without names get the same names in each attempt, if the calls come in the same order.
+        # Nodes without names get the same names in each attempt if the handler makes its calls in the same order.
         messages = nodes.messages(f"{of.node}.{of.added.index(nodes) + 1}.")
         org = job.org or self.org
         return workflows_pb2.AddNodesRequest(org=org, id=of.workflow_id, lease=job.lease, nodes=messages)
@@ -124,8 +124,8 @@ class WorkflowCalls:
         return read_workflow(response.workflow), counts
 
     async def list_nodes(self, workflow_id: str) -> list[NodeRecord]:
-        """Returns all nodes of a workflow. Each node comes after the nodes that it waits for, but before nodes that its
-        own job has added. Raises NotFound."""
+        """Returns all nodes of a workflow. Each node comes after the nodes that it waits for. The only exception: nodes
+        that a node's own job has added come after that node. Raises NotFound."""
         nodes: list[NodeRecord] = []
         token = ""
         while True:
@@ -165,7 +165,7 @@ class WorkflowCalls:
         return read_workflow((await self._ask_workflows(lambda stub: stub.CancelWorkflow, request)).workflow)
 
     async def pause_workflow(self, workflow_id: str) -> WorkflowRecord:
-        """Releases no more jobs of a workflow until resume_workflow. Raises NotFound."""
+        """Pauses a workflow: no more of its jobs are released until resume_workflow is called. Raises NotFound."""
         request = workflows_pb2.PauseWorkflowRequest(org=self.org, id=checked_text("workflow_id", workflow_id))
         return read_workflow((await self._ask_workflows(lambda stub: stub.PauseWorkflow, request)).workflow)
 
@@ -175,8 +175,8 @@ class WorkflowCalls:
         return read_workflow((await self._ask_workflows(lambda stub: stub.ResumeWorkflow, request)).workflow)
 
     async def skip_node(self, workflow_id: str, node: str) -> WorkflowRecord:
-        """Ends a node as if it had succeeded, and cancels its job. Does nothing if it was skipped before. Raises
-        NotFound. Raises FailedPrecondition if the node has ended otherwise."""
+        """Ends a node as if it had succeeded, and cancels its job. Does nothing if the node was skipped before. Raises
+        NotFound. Raises FailedPrecondition if the node has ended in any other way."""
         request = workflows_pb2.SkipNodeRequest(
             org=self.org, id=checked_text("workflow_id", workflow_id), node=checked_text("node", node)
         )
@@ -184,8 +184,9 @@ class WorkflowCalls:
 
     async def signal(self, workflow_id: str, node: str, payload: Payload = b"") -> bool:
         """Gives a signal to a node that waits for one (Nodes.signal). The payload, at most 64 KiB, becomes the node's
-        result. The node ends when the nodes that it waits for have ended, too. Only the first signal counts. Returns
-        False if there was a signal before, perhaps from an earlier try of this call whose answer was lost.
+        result. The node ends when it has the signal and the nodes that it waits for have ended. Only the first signal
+        counts. Returns False if the node has a signal already, perhaps from an earlier try of this call whose answer
+        was lost.
 
         Raises NotFound. Raises FailedPrecondition if the node waits for no signal, or has ended without one: no signal
         came in time, or the node was cancelled or skipped."""
@@ -202,9 +203,10 @@ class WorkflowCalls:
         """Starts a failed or cancelled workflow once more, as a new workflow. The new workflow takes over the nodes
         that have succeeded or were skipped, and runs the other nodes again. Returns the new workflow.
 
-        `new_id`: the id of the new workflow, a UUIDv7, so that the call may be repeated; default: a new one. Raises
-        NotFound. Raises FailedPrecondition if the workflow runs, has succeeded or was retried already, if a job that is
-        to run again is live or was deleted, or if the jobs that are to run again have more than 16 MiB together."""
+        `new_id`: a UUIDv7, the id of the new workflow. With the same `new_id`, the call may be repeated. Default: a new
+        UUIDv7. Raises NotFound. Raises FailedPrecondition if the workflow runs, has succeeded or was retried already,
+        if a job that is to run again is live or was deleted, or if the jobs that are to run again have more than 16 MiB
+        together."""
         request = workflows_pb2.RetryWorkflowRequest(
             org=self.org, id=checked_text("workflow_id", workflow_id), new_id=checked_text("new_id", new_id) or uuid7()
         )

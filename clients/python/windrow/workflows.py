@@ -1,4 +1,5 @@
-"""Workflows, which are graphs of jobs, as the user sees them, and their conversion from and to protobuf. No I/O."""
+"""The classes in which a user sees workflows (graphs of jobs), and the conversion of these classes from and to
+protobuf. No I/O."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ SIGNAL_KIND = "signal"
 
 
 class FailurePolicy(enum.Enum):
-    """What becomes of a node if a node that it waits for fails. A node fails if its job dies or is cancelled."""
+    """What happens to a node if a node that it waits for fails. A node fails if its job dies or is cancelled."""
 
-    # The node is cancelled, and so are nodes that wait for it with this policy.
+    # The node is cancelled. So the nodes that wait for it with this policy are cancelled, too.
     CANCEL = "cancel"
     # The node runs as if the failed node had succeeded. If all nodes that wait for a failed node ignore its failure,
     # the workflow does not fail because of it.
@@ -37,7 +38,7 @@ RUN_ANYWAY = FailurePolicy.RUN
 
 
 class Callback(enum.Enum):
-    """For which end of the workflow a callback runs."""
+    """After which outcome of the workflow a callback runs."""
 
     ON_SUCCESS = "on_success"
     ON_FAILURE = "on_failure"
@@ -76,11 +77,11 @@ class Node:
 
     name: str
     job: NewJob = field(repr=False)
-    # All nodes of one Workflow, or of one object of class Nodes, have the same mark. A reference to the object itself
-    # would be a cycle.
+    # All nodes of one Workflow or Nodes object have the same mark. A reference to the object itself would make a
+    # reference cycle.
     mark: object = field(repr=False)
     callback: Callback | None = None
-    # Whether nobody has given the node a name.
+    # Whether the node has a default name, because nobody has given it a name.
     is_unnamed: bool = field(default=False, repr=False)
     # Whether the node waits for Client.signal.
     is_signal: bool = False
@@ -88,7 +89,7 @@ class Node:
     waits_for: dict[str, FailurePolicy] = field(default_factory=dict[str, FailurePolicy], repr=False)
 
     def after(self, *nodes: Node | str, on_failed: FailurePolicy = FailurePolicy.CANCEL) -> Node:
-        """Lets this node also wait for the given nodes of its workflow. Each is given as a node, or by its name.
+        """Makes this node wait for these nodes, too. Each of `nodes` is a node of the same workflow, or its name.
         Returns this node. Raises InvalidRequest for a node of another Workflow or Nodes."""
         for node in nodes:
             # Refuse a node of another object, because this node would wait for it by name. The name may belong to a
@@ -104,7 +105,7 @@ class Node:
 
 
 class Nodes:
-    """Jobs that Client.add_nodes is to add to the workflow of a running job."""
+    """Jobs to be added to the workflow of a running job by Client.add_nodes."""
 
     def __init__(self) -> None:
         self._nodes: list[Node] = []
@@ -127,13 +128,13 @@ class Nodes:
         on_failed: FailurePolicy = FailurePolicy.CANCEL,
         **options: Unpack[JobOptions],
     ) -> Node:
-        """Adds a job that runs after other nodes. `on_failed` says what becomes of the job if one of these nodes fails.
+        """Adds a job that runs after other nodes. `on_failed` says what happens to the job if one of these nodes fails.
         `options`: the other fields of NewJob, except `id` and the dedup key. A `delay` counts from the end of the last
         node that the job waits for.
 
-        `name` names the node in answers, and must be unique in the workflow. The default is the job's kind; from the
-        second node of that kind on, a number follows it. If a job adds the node (Client.add_nodes), the default begins
-        with the numbers of that job's node and of the call."""
+        `name` names the node in answers, and must be unique in the workflow. The default is the job's kind, for example
+        "resize"; the second node of this kind is then "resize-2". If a job adds the node (Client.add_nodes), the
+        default begins with two numbers: the number of that job's node, and the number of the call."""
         node = self._add(NewJob(queue, kind, payload, **options), name, None)
         return node.after(*([after] if isinstance(after, Node | str) else after), on_failed=on_failed)
 
@@ -148,13 +149,13 @@ class Nodes:
         payload: Payload = b"",
         attributes: Mapping[str, str] | None = None,
     ) -> Node:
-        """Adds a node that waits for Client.signal, after other nodes. Nodes that wait for it find the payload of the
-        signal with Client.parents.
+        """Adds a node that waits for other nodes, and for a call of Client.signal. Nodes that wait for this node find
+        the payload of the signal with Client.parents.
 
         `timeout`: for how long the node waits for the signal, counted from the end of the last node that it waits for.
-        If no signal has come by then, the node fails. `queue`: the queue of the node's job. The job never runs, but a
-        worker of this queue finds that the time is over. `payload` and `attributes` are those of this job, for people.
-        Raises InvalidRequest."""
+        If no signal arrives in this time, the node fails. `queue`: the queue of the node's job. The job never runs, but
+        workers of this queue notice when the timeout is over. `payload` and `attributes` are stored with this job, for
+        people to read. Raises InvalidRequest."""
         named_seconds("timeout", timeout)
         job = NewJob(queue, SIGNAL_KIND, payload, delay=timeout, attributes=attributes)
         node = self._add(job, name, None, is_signal=True)
@@ -170,7 +171,7 @@ class Nodes:
         return node
 
     def messages(self, prefix: str = "") -> list[workflows_pb2.NewNode]:
-        """Returns the nodes for a request. `prefix` is put before default names. Raises InvalidJob, InvalidRequest."""
+        """Returns the nodes for a request. Default names begin with `prefix`. Raises InvalidJob, InvalidRequest."""
         names = {node.name: f"{prefix}{node.name}" for node in self._nodes if node.is_unnamed}
         messages: list[workflows_pb2.NewNode] = []
         for at, node in enumerate(self._nodes):
@@ -196,7 +197,8 @@ class Workflow(Nodes):
 
     - `name`: for people; need not be unique.
     - `org`: if given, must be the client's org.
-    - `id`: a UUIDv7; default: a new one. A workflow is stored once, no matter how often and by whom it is started.
+    - `id`: a UUIDv7; default: a new UUIDv7. A workflow with this id is stored once, even if it is started several
+      times.
     """
 
     def __init__(self, name: str = "", *, org: str = "", id: str = "") -> None:  # noqa: A002 - as in NewJob
@@ -220,7 +222,7 @@ class Workflow(Nodes):
     def on_end(
         self, queue: str, kind: str, payload: Payload = b"", *, name: str = "", **options: Unpack[JobOptions]
     ) -> Node:
-        """Adds a job that runs once when all nodes have ended, also if the workflow was cancelled."""
+        """Adds a job that runs once when all nodes have ended, even if the workflow was cancelled."""
         return self._add(NewJob(queue, kind, payload, **options), name, Callback.ON_END)
 
     def request(self, org: str) -> workflows_pb2.StartWorkflowRequest:
@@ -236,7 +238,7 @@ class Started:
     """A workflow that is stored."""
 
     id: str
-    # True: the workflow was stored before.
+    # True: the workflow was stored by an earlier call.
     duplicate: bool
     # The id of each node's job, by the node's name.
     job_ids: Mapping[str, str]
@@ -265,7 +267,7 @@ class WorkflowRecord:
     # How many nodes the workflow has, without callbacks.
     nodes: int
     shard: str
-    # The workflow that this one retries; empty: this one is no retry.
+    # The id of the workflow that this workflow retries. Empty: this workflow is not a retry.
     retry_of: str
 
 
@@ -351,7 +353,7 @@ def read_parent(message: workflows_pb2.ParentInfo) -> Parent:
     )
 
 
-# The numbers are those of the enum values in the proto files. The names there have a prefix.
+# The numbers are the numbers of the enum values in the proto files. In the proto files, the names have a prefix.
 _POLICY_NUMBERS: dict[FailurePolicy, workflows_pb2.FailurePolicy.ValueType] = {
     policy: workflows_pb2.FailurePolicy.Value(f"FAILURE_POLICY_{policy.name}")
     for policy in FailurePolicy
