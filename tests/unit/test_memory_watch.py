@@ -209,7 +209,8 @@ async def test_a_connection_whose_calls_have_long_metadata_is_not_blamed_for_wha
             for _ in range(count):
                 await stub.Check(health_pb2.HealthCheckRequest(), metadata=metadata, timeout=PATIENCE_S)
 
-        # The gate always serves some calls of this connection.
+        # At every moment, the gate handles some calls of this connection. The metadata of all these calls has more than
+        # _BLAMED_BYTES in total.
         await asyncio.gather(*(use(750) for _ in range(4)))
         ((honest, received),) = connections.received_bytes(port).items()
         assert received > 3_000 * VALUE_CHARS_MAX > memory_watch._BLAMED_BYTES
@@ -241,7 +242,7 @@ async def test_calls_that_anybody_may_make_take_only_places_of_their_own(monkeyp
         for watch in watches:
             watch.cancel()
         async with asyncio.timeout(PATIENCE_S):
-            # The connection's places are free again as soon as the router has seen the cancellations.
+            # The places of the connection are free again when the router has seen the cancellations of its calls.
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     await stub.Check(health_pb2.HealthCheckRequest())

@@ -1320,7 +1320,7 @@ def test_a_key_that_the_backup_lacks_may_stand_for_another_job_and_no_other_key(
     assert found(restored(given(first, other), replaced=[gone], replaced_keys=[key])) == []
     assert "I3" in found(restored(given(first, other), replaced=[gone], replaced_keys=[key], backup_keys=[key]))
     assert "I3" in found(restored(given(first, other), replaced=[gone]))
-    # Another enqueue with this key was answered with the first job's id.
+    # One more answer for this key is a violation: the first job's id after the restore, or the id of a third job.
     again = enqueue("j1", 28.5, key="k", duplicate=True)
     assert "I3" in found(restored(given(first, again, other), replaced=[gone], replaced_keys=[key]))
     third = enqueue("j3", 30.0, key="k")
