@@ -274,7 +274,7 @@ async def test_a_client_that_is_used_and_closed_while_the_interpreter_shuts_down
 
 
 def test_it_works_where_a_loop_is_running_in_the_calling_thread() -> None:
-    """For example, in the cells of a notebook."""
+    """A cell of a notebook is an example: a loop runs in the thread that makes the call."""
     addresses: list[str] = []
     ready, done = threading.Event(), threading.Event()
 
