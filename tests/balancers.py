@@ -81,7 +81,7 @@ class Field:
         return counted
 
     async def until(self, holds: Callable[[Counter[str]], object]) -> Counter[str]:
-        """Waits until the condition holds for the numbers of slots that `counts` returns. Returns these numbers."""
+        """Waits until the condition holds for the numbers that `slots` returns. Returns these numbers."""
         return await until(self.slots, holds)
 
     async def admit(self, shard: ShardName) -> None:
@@ -95,7 +95,7 @@ class Field:
         return move
 
     async def enqueue(self, orgs: int, jobs: int = 1, *, among: range = range(SLOTS)) -> dict[OrgId, NewJobs]:
-        """Enqueues jobs for orgs. `among`: the slots from which the orgs are."""
+        """Enqueues `jobs` jobs for each of `orgs` orgs, whose slots are in `among`."""
         known = await self.known()
         stored: dict[OrgId, NewJobs] = {}
         names = (OrgId(f"org-{number}") for number in itertools.count())

@@ -55,7 +55,7 @@ _FOUNDED = "founded"
 _COLLECTING = "WINDROW_TEST_COLLECTING"
 _numbers = itertools.count(1)
 
-# The examples that Hypothesis generates use a database, so slow or large examples are no fault.
+# The examples that Hypothesis generates use a database, so a slow or large example is not a fault.
 _QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large)
 settings.register_profile("usual", deadline=None, print_blob=True, suppress_health_check=_QUIET)
 settings.register_profile("thorough", settings.get_profile("usual"), max_examples=1500)

@@ -141,7 +141,8 @@ class Stream:
             raise self.error from None
 
     async def until(self, holds: Callable[[], object], what: str, *, within_s: float = PATIENCE_S) -> None:
-        """Waits for a condition on what has arrived. Returns early if the stream ends."""
+        """Waits for a condition on what has arrived. Raises AssertionError if the stream ends and the condition does
+        not hold."""
         try:
             async with asyncio.timeout(within_s), self._changed:
                 await self._changed.wait_for(lambda: holds() or self.ended)
