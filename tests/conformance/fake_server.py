@@ -35,7 +35,7 @@ _leases = itertools.count(1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """The status and the details with which a call is refused, or a message is answered with an error."""
+    """The status with which a call is refused, or with which a message is answered that was not settled."""
 
     code: StatusCode
     reason: str = ""

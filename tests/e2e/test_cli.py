@@ -1181,7 +1181,8 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
     [
         (["enqueue", "a", "q", "k", "--delay", "10"], 2, "'10' is not a duration"),
         (["enqueue", "a", "q", "k", "--run-at", "tomorrow"], 2, "'tomorrow' is not a time"),
-        # In this command, a duration means a time in the past. So a duration cannot say when a job is to run.
+        # In an option that takes a time, a duration such as 1h means a time in the past. So it cannot be the time at
+        # which a job is to run.
         (["enqueue", "a", "q", "k", "--run-at", "1h"], 2, "'1h' is not a time"),
         (["jobs", "list", "a", "--made-after", "yesterday"], 2, "or how long ago it was, such as 1h or 7d"),
         (["jobs", "redrive", "a", "--died-after", "99999999d"], 2, "'99999999d' is not a time"),
