@@ -1,4 +1,4 @@
-"""Who may call what: a request for each method of the contract, and the ways in which its caller is refused.
+"""Who may call which method: a request for each method of the contract, and the ways in which routers refuse a caller.
 
 A new way to prove an identity adds its rows to `WAYS`, or to a list like it; tests then run them for every method.
 """
@@ -51,7 +51,8 @@ METHODS = {f"{service.full_name}/{method.name}": method for service in SERVICES 
 IN_ORG = [scope.value for scope in Scope if scope is not Scope.CLUSTER]
 ALL = [scope.value for scope in Scope]
 # Routers change these tables by themselves. Among them are the audit log of what callers may do, counts of jobs, and
-# the consumers that routers have seen. Routers also add up rows of the tally, which does not change its sums.
+# the consumers that routers have seen. Routers also merge rows of the tally, which does not change the sums of the
+# tally.
 _VOLATILE = ("mark", "shard", "audit", "org_figures", "org_figures_counted", "consumer_seen")
 # These tables have a row for each slot.
 _LARGE = {"placement", "owned_slot"}
@@ -88,7 +89,8 @@ class Target:
     workflow_page_token: str = ""
 
     def told_to(self, org: str) -> Target:
-        """Returns the same things with another org. A caller of that org then names things that are not its own."""
+        """Returns these things with another org. A caller of the other org then names things that do not belong to
+        it."""
         return replace(self, org=org)
 
 
@@ -126,8 +128,8 @@ def _naming_lease(verb: LeaseVerb, it: Target) -> Message:
     return request
 
 
-# For each method, a request that callers of the org may make. If the method changes data, this request really changes
-# something.
+# For each method, a request that callers of the org may make. If the method changes data, this request changes some
+# data.
 REQUESTS: Mapping[str, Callable[[Target], Message]] = {
     "externalscaler.ExternalScaler/IsActive": lambda it: scaled(it.org, it.queue),
     "externalscaler.ExternalScaler/StreamIsActive": lambda it: scaled(it.org, it.queue),
@@ -327,8 +329,8 @@ def refusal(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A way in which a caller is refused. `metadata` returns the metadata of a call, for the org of the call and the
-    scope that its method needs, if any."""
+    """A way in which a caller is refused. `metadata` returns the metadata of a call. Its arguments are the org of the
+    call, and the scope that the method needs, if any."""
 
     what: str
     metadata: Callable[[Secured, str, Scope | None], Metadata]
@@ -427,7 +429,7 @@ def _jwt(make: Callable[[], str]) -> Callable[[Secured, str, Scope | None], Meta
     return lambda *_: bearer(make())
 
 
-# Ways to be refused by routers that know one key of the issuer.
+# The ways in which routers that know one key of the issuer refuse a caller.
 OF_JWT = [
     *(
         Way(

@@ -38,7 +38,7 @@ def faults(rules: dict[str, Any], tests: dict[str, Any], runbook: str) -> Iterat
     alerts = {rule["alert"] for rule in every if "alert" in rule}
     for rule in every:
         name = rule.get("alert", rule.get("record"))
-        # A text in quotes is the value of a label.
+        # The text in quotes is the value of a label, and not the name of a metric.
         for unknown in sorted(set(_METRIC.findall(re.sub(r'"[^"]*"', "", rule["expr"]))) - known):
             yield f"{name}: no metric is called {unknown}"
     for name in sorted(alerts):

@@ -69,9 +69,10 @@ class Field:
         return self._known
 
     async def slots(self) -> Counter[str]:
-        """Returns the number of slots that are at rest on each shard. Slots that move have the key "moving"."""
+        """Returns, for each shard, the number of slots that are at rest on it. The number of slots that move has the
+        key "moving"."""
         slots = (await self.known()).slots[:SLOTS]
-        # Slots that changed together share one placement object, so there are few objects to look at.
+        # Slots that changed together share one placement object, so there are few different objects.
         placements = {id(one): one for one in slots}
         counted = Counter[str]()
         for number, count in Counter(map(id, slots)).items():
@@ -80,11 +81,11 @@ class Field:
         return counted
 
     async def until(self, holds: Callable[[Counter[str]], object]) -> Counter[str]:
-        """Waits until the condition holds for the numbers of slots. Returns these numbers."""
+        """Waits until the condition holds for the numbers that `slots` returns. Returns these numbers."""
         return await until(self.slots, holds)
 
     async def admit(self, shard: ShardName) -> None:
-        """Admits the shard, as the first process that contacts it does."""
+        """Admits the shard, as the first process that contacts the shard would."""
         await identity.admit(self.databases[shard], self.catalog, cluster=CLUSTER)
 
     async def begin(self, source: ShardName, target: ShardName, slots: Iterable[int]) -> Move:
@@ -94,7 +95,7 @@ class Field:
         return move
 
     async def enqueue(self, orgs: int, jobs: int = 1, *, among: range = range(SLOTS)) -> dict[OrgId, NewJobs]:
-        """Enqueues this many jobs for each of this many orgs. `among`: the slots of the orgs."""
+        """Enqueues `jobs` jobs for each of `orgs` orgs, whose slots are in `among`."""
         known = await self.known()
         stored: dict[OrgId, NewJobs] = {}
         names = (OrgId(f"org-{number}") for number in itertools.count())
@@ -144,13 +145,13 @@ async def open_field(folder: Path, first_dsn: str, postgres: Server, *others: st
 
 
 async def until(look: Callable[[], Awaitable[T]], holds: Callable[[T], object]) -> T:
-    """Looks again and again, until the condition holds for the result of the look. Returns this result."""
+    """Calls the function again and again until the condition holds for its result. Returns this result."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             seen = await look()
             if holds(seen):
                 return seen
-            # Each look reads the placement of 16,384 slots.
+            # Each call reads the placement of 16,384 slots.
             await asyncio.sleep(0.05)
 
 

@@ -6,7 +6,8 @@ one of its fixtures. A file that is not Python touches the modules that name the
 Modules name an SQL statement by its constant, and a page by its path. The distance is the number of such steps.
 
 Almost every change touches the tests in tests/e2e and tests/fault: these tests run whole programs, and take long. They
-are chosen only if the change is in tests/, proof/, chaos/ or bench/, and reaches them through modules of these folders.
+are chosen only if the changed file is in tests/, proof/, chaos/ or bench/, and touches them through modules of these
+four folders.
 """
 
 import ast
@@ -32,7 +33,7 @@ CLIENT = "clients/python/"
 FAR = ("tests/e2e/", "tests/fault/")
 # The folders that start whole programs, and the code that checks them.
 PROVING = ("tests", "proof", "chaos", "bench")
-# The assumed time of a file that has never run here.
+# The assumed time of a test file whose time is not known, because the file has never run in this checkout.
 SECONDS_UNKNOWN = 4.0
 # The seconds for the tests that are chosen. With the start of the workers, a run takes two minutes.
 BUDGET_S = 90.0
@@ -42,7 +43,7 @@ BUDGET_S = 90.0
 class Choice:
     changed: list[str]
     files: list[str]
-    # How many more test files the change touches; there is no time to run these.
+    # How many more test files the change touches. There is no time to run these files.
     left_out: int
 
     def __str__(self) -> str:
@@ -73,8 +74,8 @@ def _git(*arguments: str) -> list[str]:
 
 
 def within(distances: Mapping[str, int], seconds: Mapping[str, float], *, budget_s: float) -> list[str]:
-    """Takes the nearest files first, and each file only if its time still fits into the budget. Files that have changed
-    themselves are always taken."""
+    """Chooses the nearest files first. A file is chosen only if its time still fits into the budget, or if the file
+    itself has changed."""
     chosen: list[str] = []
     for file in sorted(distances, key=lambda file: (distances[file], seconds.get(file, SECONDS_UNKNOWN), file)):
         takes_s = seconds.get(file, SECONDS_UNKNOWN)
@@ -86,7 +87,7 @@ def within(distances: Mapping[str, int], seconds: Mapping[str, float], *, budget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A Python file: its names and texts that show on which files it depends."""
+    """A Python file, with the names and texts in it that show on which other files it depends."""
 
     path: str
     strings: frozenset[str]
@@ -98,7 +99,7 @@ class Source:
 
 
 class Repository:
-    """The Python files of the checkout, and which of them depend on which."""
+    """The Python files of the checkout, and on which other files each of them depends."""
 
     @cached_property
     def sources(self) -> dict[str, Source]:

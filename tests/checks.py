@@ -40,7 +40,7 @@ def tool(name: str) -> str:
 
 
 def checks() -> list[Check]:
-    """The slowest checks come first: the other checks run meanwhile on the other cores."""
+    """The slowest checks start first, so that the other checks run at the same time on the other cores."""
     found = [
         Check(name="mypy --strict", command=(tool("mypy"),)),
         Check(name="pyrefly", command=(tool("pyrefly"), "check", "--python-interpreter-path", sys.executable)),
@@ -67,8 +67,8 @@ def checks() -> list[Check]:
 
 
 def perform(check: Check) -> Outcome:
-    # Tools start one another by name, so the tools of this installation come first in the PATH. Their caches are in
-    # this installation too.
+    # Tools start other tools by name, so the tools of this installation come first in the PATH. The caches of the tools
+    # are in this installation, too.
     environ = os.environ | {
         "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "BUF_CACHE_DIR": str(CACHE / "buf"),

@@ -80,7 +80,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             self._more.notify_all()
 
     def records(self, count: int) -> list[LogRecord]:
-        """Waits for this many log records. Returns all that have come."""
+        """Waits for this many log records. Returns all records that have arrived."""
         with self._more:
             assert self._more.wait_for(lambda: len(self._records) >= count, PATIENCE_S), f"only {self._records}"
             return list(self._records)

@@ -43,7 +43,8 @@ from tests.postgres import EMPTY, SPARE, Server, hash_once, open_server
 # handlers may crash the child.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 use_memory()
-# A shell makes background processes ignore Ctrl-C, and every process that the tests start would inherit that.
+# A shell makes background processes ignore Ctrl-C. Without this line, every process that the tests start would inherit
+# that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -54,7 +55,7 @@ _FOUNDED = "founded"
 _COLLECTING = "WINDROW_TEST_COLLECTING"
 _numbers = itertools.count(1)
 
-# The examples that Hypothesis generates use a database, so their duration and size mean nothing.
+# The examples that Hypothesis generates use a database, so a slow or large example is not a fault.
 _QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large)
 settings.register_profile("usual", deadline=None, print_blob=True, suppress_health_check=_QUIET)
 settings.register_profile("thorough", settings.get_profile("usual"), max_examples=1500)
@@ -65,7 +66,7 @@ _PART = int(os.environ.get("WINDROW_TEST_PART", "1"))
 # No test begins later than this many minutes after the first one.
 _MINUTES = float(os.environ.get("WINDROW_TEST_MINUTES", "inf"))
 _began_s = time.monotonic()
-# The seconds that each test file took, as the reports of its tests say.
+# The sum of the reported times of each test file, in seconds.
 _took_s: dict[str, float] = defaultdict(float)
 # For skipped tests that need a program: which program is missing, and how to install it.
 _not_installed: set[str] = set()
@@ -73,8 +74,8 @@ _not_installed: set[str] = set()
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes the data that the clusters of all workers copy. A run without workers makes none, because it has few tests,
-    which start few clusters."""
+    """Makes the data folder that the clusters of all workers copy. A run without workers makes none, because the few
+    tests of such a run start few clusters."""
     if config.option.dist == "no" or hasattr(config, "workerinput") or config.option.collectonly:
         return
     folder = tempfile.mkdtemp(prefix="windrow-template-")
@@ -91,7 +92,7 @@ def pytest_collection() -> Generator[None, object, object]:
     """Lets one worker collect first, and then all other workers at the same time. In a new checkout the first worker
     compiles every test module; workers that collected at the same time would compile all modules too."""
     with contextlib.ExitStack() as stack:
-        # Garbage collections would look through the collected tests again and again, and free nothing.
+        # Otherwise, garbage collections would look through the collected tests again and again, and free nothing.
         gc.disable()
         stack.callback(gc.enable)
         if place := os.environ.get(_COLLECTING):
@@ -104,16 +105,17 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    """Leaves the modules and the collected tests out of all later garbage collections, because they are needed to the
-    end. Makes collections rare: with the usual thresholds, collections took a fifteenth of the workers' time, and found
-    little."""
+    """Excludes the modules and the collected tests from all later garbage collections, because they are needed until
+    the end of the run. Makes collections rare: with the usual thresholds, collections took a fifteenth of the workers'
+    time, and found little."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_unconfigure() -> None:
-    # Otherwise extension modules find their objects alive at the exit, and print that they leak.
+    # Otherwise extension modules find their objects alive when the process exits, and print that the objects have
+    # leaked.
     gc.unfreeze()
 
 
@@ -131,7 +133,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[items[place] for place in left])
         items[:] = [item for place, item in enumerate(items) if place not in left]
     if THOROUGH and SEED:
-        # The order is random, because the minutes may not suffice for all tests: another seed runs other tests first.
+        # The order is random, because there may not be enough minutes for all tests. With another seed, other tests run
+        # first.
         items.sort(key=lambda item: _drawn(_file_of(item.nodeid)))
     elif hasattr(config, "workerinput"):
         # The slowest files come first, so that no worker still runs a slow file when all other workers are done.
@@ -165,7 +168,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says how to install what skipped tests lack."""
+    """Prints how to install the programs that skipped tests lack."""
     for why in sorted(_not_installed):
         terminalreporter.write_line(f"skipped: {why}")
 
@@ -220,8 +223,8 @@ def template(postgres: Server) -> str:
 
 
 def _finish(work: Coroutine[Any, Any, None]) -> None:
-    """Runs the coroutine in a thread: a fixture that another fixture requests by its name may be set up while an event
-    loop runs."""
+    """Runs the coroutine in a thread, because a fixture that another fixture requests by name may be set up while an
+    event loop runs."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(asyncio.run, work).result()
 

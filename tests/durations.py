@@ -1,4 +1,5 @@
-"""How long each test file took when it last ran here: for the order of files, and for `./run test --changed`."""
+"""How long each test file took in its last run in this checkout. The order of the files and `./run test --changed`
+depend on these times."""
 
 import json
 import sys

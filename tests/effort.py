@@ -1,11 +1,11 @@
-"""How many examples the tests try, and which tests take turns.
+"""How many examples the tests try, and which tests do not run in every run.
 
-By default a test does only as many trials as were enough to find earlier mistakes, so that the whole suite stays fast.
-With WINDROW_THOROUGH=1 (`./run test --thorough`) a test does many more. WINDROW_SEED changes the random values; a
-failed test that runs again with the same seed gets the same values.
+By default, a test does only as many trials as were enough to find earlier mistakes, so that the whole suite stays fast.
+With WINDROW_THOROUGH=1 (`./run test --thorough`), a test does many more trials. WINDROW_SEED changes the random values.
+A failed test that runs again with the same seed gets the same values.
 
-Some tests take turns: a run of all tests has only some of these, which WINDROW_TEST_TURN chooses. These are the tests
-with the mark `turns`, and those of TURNS.
+Some tests take turns: a run of all tests has only some of them, which WINDROW_TEST_TURN chooses. The tests that take
+turns are the tests with the mark `turns`, and the tests in the folders of TURNS.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Iterable, Iterator
 GENERATORS = os.environ.get("WINDROW_GENERATORS") == "1"
 THOROUGH = os.environ.get("WINDROW_THOROUGH") == "1"
 SEED = os.environ.get("WINDROW_SEED", "")
-# Tests in these folders start whole programs. They take a third of the time of all tests. One in n of them runs at a
-# time, unless a mark says otherwise.
+# Tests in these folders start whole programs. They take a third of the time of all tests. For a folder with the number
+# n, one in n of its tests runs in each turn, unless a mark gives the test another number.
 TURNS = {"e2e": 3, "fault": 3}
 # None: all tests that take turns run.
 TURN = os.environ.get("WINDROW_TEST_TURN")
@@ -33,9 +33,9 @@ def trials(usual: int, *, thorough: int) -> int:
 
 
 def waiting(tests: Iterable[int | None], turn: int) -> set[int]:
-    """Returns the positions of the tests that do not run in this turn. `tests`: for each test, None if it always runs,
-    or a number n: of the tests with this n, one in n runs in each turn. Tests that follow each other have different
-    turns, so the tests of a file are spread over the turns."""
+    """Returns the positions of the tests that do not run in this turn. `tests` has an entry for each test: None if the
+    test always runs, or a number n. Of the tests with the number n, one in n runs in each turn. Neighbouring tests have
+    different turns, so the tests of a file are spread over the turns."""
     numbers: dict[int, Iterator[int]] = defaultdict(itertools.count)
     return {place for place, n in enumerate(tests) if n is not None and (next(numbers[n]) + turn) % n}
 

@@ -1,8 +1,8 @@
-"""The parts of docs/clients.md for each language: commands that build a client, the command that runs this client, and
-code.
+"""The sections of docs/clients.md, one for each language. A section has commands that build a client, the command that
+runs this client, and code.
 
-The commands run unchanged in an empty folder, with WINDROW as the page says. If no protoc is installed, the protoc of
-grpcio-tools takes its place, as the page allows for some languages.
+The commands run unchanged in an empty folder, with the variable WINDROW as the page says. If no `protoc` is installed,
+the `protoc` of grpcio-tools is used, which the page allows for some languages.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Language:
     folder: str
     heading: str
     programs: tuple[str, ...]
-    # What pkg-config must find.
+    # The libraries that `pkg-config` must find.
     libraries: tuple[str, ...] = ()
     # Whether the protoc of grpcio-tools is enough.
     any_protoc: bool = False
@@ -50,7 +50,7 @@ class Language:
 
     @property
     def blocks(self) -> list[tuple[str, str]]:
-        """The code blocks of the page's section: language and text."""
+        """The code blocks of the page's section. Each one has a language and a text."""
         return _BLOCK.findall(dict(_SECTION.findall(PAGE.read_text()))[self.heading])
 
     @property

@@ -27,7 +27,7 @@ ISSUER, AUDIENCE = "https://id.example.com", "windrow-tests"
 
 
 class _Registry(jws.JWSRegistry):
-    """Also signs with EdDSA, the older name of Ed25519, without the warning that the library gives for this name."""
+    """Also signs with EdDSA, the older name of Ed25519. Suppresses the warning that the library gives for this name."""
 
     def get_alg(self, name: str) -> JWSAlgModel:
         return self.algorithms["Ed25519" if name == "EdDSA" else name]
@@ -108,12 +108,12 @@ def jwt_table(**more: object) -> str:
 
 
 class KeyServer:
-    """Answers every GET by `answer`, which may be replaced at any time."""
+    """Answers every GET with the result of `answer`, which may be replaced at any time."""
 
     def __init__(self) -> None:
         self.answer: Callable[[BaseHTTPRequestHandler], None] = page(b"{}")
         self.asked = 0
-        # Set at the end of a test: a handler that hangs waits for it.
+        # Set at the end of a test. A handler that hangs waits for this event.
         self.released = threading.Event()
         self.url = ""
 
@@ -164,7 +164,8 @@ def key_server(tls: ssl.SSLContext | None = None) -> Generator[KeyServer, None, 
 
 
 class FixedSource:
-    """A source of keys that returns `answer`, or raises it if it is an error: at once, or as soon as `open` is set."""
+    """A source of keys. It returns `answer`, or raises `answer` if this is an error. It does so at once, or as soon as
+    `open` is set."""
 
     place = "https://id.example.com/keys"
 
@@ -205,7 +206,7 @@ def _now(more_s: float) -> int:
     return int(time.time() + more_s)
 
 
-# A key of somebody else, with the same kid as the issuer's key.
+# A key that does not belong to the issuer, but has the same `kid` as the issuer's key.
 _STRANGER = OKPKey.generate_key("Ed25519", {"kid": "first"})
 # Tokens that a router must refuse with UNAUTHENTICATED if it knows only `signing_key("Ed25519")`.
 BAD_TOKENS: Mapping[str, BadToken] = {

@@ -77,8 +77,8 @@ def some_jobs(
 
 
 def job_message(**flat: object) -> job_pb2.NewJob:
-    """Returns a NewJob. `flat` has the fields of the job, the fields of its template, and its dedup key and window as
-    `dedup_key` and `dedup_window`."""
+    """Returns a NewJob. `flat` has the fields of the job and of its template. `dedup_key` and `dedup_window` are its
+    dedup key and dedup window."""
     template = {name: flat.pop(name) for name in _TEMPLATE & flat.keys()}
     dedup = {name: flat.pop(f"dedup_{name}") for name in _DEDUP if f"dedup_{name}" in flat}
     job = job_pb2.NewJob(**flat, template=job_pb2.JobTemplate(**template))  # type: ignore[arg-type]
@@ -92,7 +92,8 @@ def ids_of(jobs: NewJobs) -> list[JobId]:
 
 
 async def at_once(*calls: Awaitable[T]) -> list[T]:
-    """Makes several calls in one event loop iteration, so that calls of one store and one kind share a statement."""
+    """Makes several calls in one iteration of the event loop. So the calls of one method on one store share a
+    statement."""
     return await asyncio.gather(*calls)
 
 
@@ -113,7 +114,8 @@ async def lease_jobs(
 
 
 async def alter_until(done: asyncio.Event, store: Store, org: OrgId, ids: list[JobId], altered: asyncio.Event) -> None:
-    """Alters these jobs again and again until `done` is set, a few with each call. Sets `altered` after a call."""
+    """Alters these jobs again and again until `done` is set. Each call alters a few of the jobs. Sets `altered` after
+    each call."""
     while not done.is_set():
         for at in range(0, len(ids), 5):
             await store.alter(org, ids[at : at + 5], Alteration(priority=1 + at % 9))
@@ -128,8 +130,8 @@ def history_of(text: str | None) -> list[dict[str, object]]:
 
 
 def fullest_job(org: OrgId, *, queue: str = QUEUE) -> NewJobs:
-    """Returns a job that is due at once, with a value in every field. A field that is added to NewJobs later gets a
-    value too."""
+    """Returns a job that is due at once, with a value in every field. If a field is added to NewJobs, the job gets a
+    value in this field, too."""
     jobs = NewJobs(org=org, ids=[job_id()], queues=[QueueName(queue)], kinds=["greet"], payloads=[b"\0 payload \xff"])
     values = {
         "priorities": 3,

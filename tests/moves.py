@@ -1,4 +1,4 @@
-"""Moves of slots, step by step, for tests whose own code does not run in an event loop."""
+"""Moves slots step by step, for tests whose code does not run in an event loop."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def open_shards(dsns: Mapping[str, str]) -> Generator[Shards, None, None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moving:
-    """An org's slot on its way to `target`. Each method does what one balancer would do, which then ends. The catalog
-    is on s1."""
+    """An org's slot that moves to `target`. Each method does one step of the move, like a balancer that ends after this
+    step. The catalog is on s1."""
 
     shards: Shards
     slot: Slot
@@ -81,7 +81,7 @@ class Moving:
         self._until(lambda move, states: move.switched)
 
     def depart(self) -> None:
-        """After `switch`: makes the jobs that may leave depart, so that nobody can claim them."""
+        """Call this after `switch`. Makes the jobs that may leave depart, so that no consumer can claim them."""
 
         async def act(databases: Mapping[ShardName, Database]) -> None:
             move, source = await self._move(databases)
@@ -92,7 +92,7 @@ class Moving:
         self.shards.run(act)
 
     def take(self) -> None:
-        """After `depart`: copies the jobs, so that both shards have them."""
+        """Call this after `depart`. Copies the jobs, so that both shards have them."""
 
         async def act(databases: Mapping[ShardName, Database]) -> None:
             move, source = await self._move(databases)

@@ -109,15 +109,15 @@ async def open_pair(first_dsn: str, second_dsn: str) -> AsyncGenerator[Pair, Non
 
 
 class Died(Exception):
-    """A balancer died at the act that its fate names."""
+    """A balancer has died at the act that its Fate names."""
 
 
 @dataclass(kw_only=True)
 class Fate:
-    """Counts a balancer's acts on all databases, and ends the balancer at one of them. `how` says when: "before":
-    before the act. "rolled back": after the act's statements and before their commit. "unheard": after the commit, but
-    before the balancer knows of it. "cancelled": during the act. "cut": the balancer loses its connections to the
-    database, which it may survive.
+    """Counts a balancer's acts on all databases, and ends the balancer at one of them. `how` says at which moment the
+    balancer ends. "before": before the act. "rolled back": after the act's statements and before their commit.
+    "unheard": after the commit, but before the balancer knows of the commit. "cancelled": during the act. "cut": the
+    balancer loses its connections to the database, but may continue.
 
     A statement that only reads counts as an act only if `how` is "cut". If a balancer dies at a read, the databases are
     the same as if it died before its next change."""
@@ -139,7 +139,7 @@ _CHANGES = re.compile(rb"\b(INSERT|UPDATE|DELETE)\b")
 
 def deaths(how: str) -> Iterator[int]:
     """Yields the numbers of the acts at which a balancer dies, in ascending order. A reconnect after a cut takes long,
-    so a usual run cuts only at every third act."""
+    so only a thorough run cuts at every act, and other runs cut at every third act."""
     return itertools.count(1, trials(3, thorough=1) if how == "cut" else 1)
 
 

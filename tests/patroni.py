@@ -39,7 +39,7 @@ SHIPPED = CHECKOUT / "deploy" / "patroni"
 INSTALL = "apt-get install --no-install-recommends etcd-server patroni python3-etcd"
 PASSWORD = "of-this-test"
 _ANSWER_S_MAX = 3.0
-# Shorter times than in production. Newer releases of Patroni raise the ttl to 20 s.
+# These times are shorter than in production. Newer releases of Patroni raise the `ttl` to 20 s.
 QUICK = {"ttl": 8, "loop_wait": 1, "retry_timeout": 3}
 _SMALL = {"max_connections": 60, "shared_buffers": "32MB", "max_wal_size": "128MB", "min_wal_size": "32MB"}
 
@@ -138,7 +138,7 @@ class Member:
 
     @contextlib.contextmanager
     def lagging(self) -> Generator[None, None, None]:
-        """Freezes the process that receives WAL during the block: the standby stays connected, and falls behind."""
+        """During the block, freezes the process that receives WAL. So the standby stays connected, and falls behind."""
         (receiver,) = [one for one in self.processes() if "walreceiver" in " ".join(one.cmdline())]
         receiver.suspend()
         try:
@@ -203,7 +203,7 @@ class PatroniShard:
         return streaming == expected and synchronous > 0 and any(member.is_("sync") for member in self.members)
 
     def logs(self) -> str:
-        """Returns the ends of all logs, for a test that fails."""
+        """Returns the last lines of all logs, for the message of a failed test."""
         return "\n".join(
             f"{one.log}:\n" + "\n".join(one.log.read_text().splitlines()[-30:])
             for one in (self.etcd, *(member.patroni for member in self.members))

@@ -1,7 +1,7 @@
 """The Postgres server of the tests. Only this module chooses it.
 
-It prefers the Postgres programs of this machine, which start within a second. If there are no programs, or if
-WINDROW_TEST_POSTGRES=docker, it uses a container. WINDROW_PG_BIN names a folder with programs (see embedded).
+The module prefers the Postgres programs of this machine, which start within a second. If there are no such programs, or
+if WINDROW_TEST_POSTGRES is "docker", it uses a container. WINDROW_PG_BIN names a folder with programs (see embedded).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from embedded import BinariesNotFound, Cluster, find_binaries, open_clusters
 from proof.processes import runs
 
 IMAGE = "postgres:18"
-# Templates of databases. EMPTY has nothing in it. SPARE has the schema, but belongs to no shard yet; tests/conftest.py
-# makes it.
+# Templates of databases. EMPTY is an empty database. SPARE has the schema, but belongs to no shard yet.
+# tests/conftest.py makes SPARE.
 EMPTY, SPARE = "template1", "spare"
 _END_S_MAX = 60.0
-# Settings of this server about which the doctor would report findings. No test on it simulates a power failure, so
-# nothing has to wait for the disk. Most databases live for seconds, and autovacuum would start a process for each of
-# them every 15 s.
+# The doctor would report findings about these settings of the server. No test on this server simulates a power failure,
+# so commits need not wait for the disk. Most databases exist only for seconds. With the usual setting, autovacuum would
+# start a process for each of them every 15 s.
 UNSAFE = {"fsync": "off", "full_page_writes": "off", "autovacuum_naptime": "10min"}
 
 
@@ -37,7 +37,8 @@ class Server:
     superuser_dsn: str
     # The DSN of a role without superuser rights, as in production.
     owner_dsn: str
-    # Kept open: a connection for each statement would cost a whole run thousands of processes.
+    # This connection stays open. With a connection for each statement, a run of all tests would start thousands of
+    # processes.
     _admin: psycopg.Connection[tuple[Any, ...]]
 
     def dsn(self, database: str) -> str:
@@ -100,7 +101,8 @@ def _wants_docker() -> bool:
 def _on_this_machine() -> Generator[Server, None, None]:
     settings = {
         "max_prepared_transactions": "4",
-        # If a test left a connection half made, the connection's database could not be dropped for a minute.
+        # If a test leaves a connection that has not logged in yet, its database cannot be dropped until this timeout
+        # ends. The default is a minute.
         "authentication_timeout": "10s",
         **UNSAFE,
     }

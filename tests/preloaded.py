@@ -1,9 +1,10 @@
 """Starts routers and balancers by forking a process that has imported them. The imports of a supervisor and of its
-router process take a second of CPU, and a run of all tests starts hundreds.
+router process take a second of CPU, and a run of all tests starts hundreds of such processes.
 
 Each test process has one such fork server. It has no threads and never uses gRPC, so that its forks are safe. A process
-that it forks becomes a child of the test process, with all that `subprocess.Popen` offers. Only Linux can do that. On
-other systems, programs are started as usual. So are programs that get an environment of their own.
+that it forks becomes a child of the test process, and the test process controls it as with `subprocess.Popen`. Only
+Linux can do this. On other systems, programs are started as usual. Programs that get their own environment are also
+started as usual.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class _Forked(subprocess.Popen[AnyStr]):
     """A process that was forked from a process with the imports. Only this class uses private parts of Popen."""
 
     def _fork(self, args: Sequence[str], cwd: object, env: Mapping[str, str], descriptors: list[int]) -> int | None:
-        """Returns the pid of a new child with these descriptors as 0, 1 and 2. Returns None if Popen must start it as
-        usual."""
+        """Returns the pid of a new child with these descriptors as 0, 1 and 2. Returns None if `Popen` must start the
+        program as usual."""
         raise NotImplementedError
 
     def _execute_child(
@@ -97,7 +98,7 @@ class RouterProcess(_Preloaded[AnyStr]):
 
 
 def _inherited(*descriptors: int) -> list[int]:
-    """The descriptors for 0, 1 and 2; -1 stands for this process's own."""
+    """Returns the descriptors for 0, 1 and 2. The value -1 stands for the descriptor of this process."""
     return [number if given == -1 else given for number, given in enumerate(descriptors)]
 
 
@@ -149,7 +150,7 @@ def _be_subreaper(wanted: bool) -> None:
 
 
 class _RouterProcess(_Forked[bytes]):
-    """In a supervisor: a router process that the supervisor forks from itself."""
+    """A router process that a supervisor forks from itself. This class is used in the supervisor."""
 
     def _fork(self, args: Sequence[str], cwd: object, env: Mapping[str, str], descriptors: list[int]) -> int | None:
         if env != os.environ:
@@ -182,7 +183,7 @@ def _forget_signals(mask: set[signal.Signals | int]) -> None:
 
 def _take(descriptors: Sequence[int]) -> None:
     """Makes these descriptors 0, 1 and 2, and closes all other descriptors."""
-    # First copy them to higher numbers: a descriptor may have the number that another descriptor is to get.
+    # First copy the descriptors to higher numbers, because a descriptor may have the number that another one will get.
     copies = [os.dup(descriptor) for descriptor in descriptors]
     for target, copy in enumerate(copies):
         os.dup2(copy, target)

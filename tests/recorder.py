@@ -43,7 +43,7 @@ class Recorder(Database):
         return next(run for run in reversed(self.runs) if run[0] == statement)
 
     def count(self, statement: bytes, *, since: int = 0) -> int:
-        """Returns how often the statement was run, without the first `since` statements of any kind."""
+        """Returns how often the statement was run. Does not count the first `since` recorded statements."""
         return sum(run[0] == statement for run in self.runs[since:])
 
     def before(self, statement: bytes, act: Callable[[], Awaitable[object]]) -> None:
@@ -51,8 +51,8 @@ class Recorder(Database):
         self._before[statement] = act
 
     def fail(self, statement: bytes, *, after: int = 0, error: Exception | None = None) -> None:
-        """Lets the statement run `after` times. After that, each run fails with this error; by default as if the shard
-        did not answer."""
+        """Lets the statement run `after` times. After that, each run fails with this error. The default error says that
+        the shard does not answer."""
         self._failing[statement] = after, error or ShardUnavailable(self.name, "the test says so")
 
     def fail_no_more(self) -> None:

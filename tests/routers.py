@@ -135,7 +135,7 @@ def spawned_routers(
             try:
                 supervisor.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
-                # When the supervisor is gone, its processes drain and end by themselves.
+                # When the supervisor has ended, its processes drain and end by themselves.
                 supervisor.kill()
                 raise
 
@@ -150,8 +150,8 @@ def first_line(process: subprocess.Popen[str]) -> str:
 
 @contextlib.contextmanager
 def reserved_address() -> Generator[str, None, None]:
-    """Yields an address at which nobody listens. Servers that share ports, as routers do, may listen there, end and
-    come again: no other program gets the port meanwhile."""
+    """Yields an address at which no program listens. Servers that share ports, as routers do, may listen at this
+    address, end and listen again. Until the end of the block, no other program gets the port."""
     with socket.socket() as holder:
         for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
             holder.setsockopt(socket.SOL_SOCKET, option, 1)
@@ -161,7 +161,7 @@ def reserved_address() -> Generator[str, None, None]:
 
 @contextlib.contextmanager
 def stubs(address: str, *options: tuple[str, object]) -> Generator[Stubs, None, None]:
-    """Opens a channel with a connection of its own: without `grpc.use_local_subchannel_pool`, channels to one address
+    """Opens a channel with its own connection. Without `grpc.use_local_subchannel_pool`, channels to one address would
     share a connection."""
     with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1), *options]) as channel:
         grpc.channel_ready_future(channel).result(PATIENCE_S)
@@ -197,7 +197,7 @@ def metrics_of(routers: Routers) -> str:
 
 
 def until(condition: Callable[[], object], what: str, *, within_s: float = PATIENCE_S, every_s: float = 0.05) -> None:
-    """Waits for a condition that sends no signal."""
+    """Waits until the condition holds. Checks the condition again and again, because no signal announces it."""
     deadline_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {within_s:g} s: {what}"
@@ -215,7 +215,7 @@ def detail(error: grpc.RpcError, kind: type[_Detail]) -> _Detail | None:
 
 
 def fields_of(status: status_pb2.Status) -> list[str]:
-    """Returns the fields that the BadRequest in a status names. This status is inside an answer; it is not the status
+    """Returns the fields that the BadRequest in a status names. The status is a field of an answer, and not the status
     of a call."""
     bad = error_details_pb2.BadRequest()
     return [found.field for packed in status.details if packed.Unpack(bad) for found in bad.field_violations]

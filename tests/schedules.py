@@ -1,4 +1,4 @@
-"""The schedules of one shard, for tests, and functions that make time pass for them."""
+"""The schedules of one shard, for tests, and functions that make time pass for these schedules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def template(*, queue: str = "mail", payload: bytes = b"hello") -> Template:
 
 
 class StoredJob(NamedTuple):
-    """A live job, and what its row says about its run."""
+    """A live job, with the data about its run that is in its row."""
 
     id: JobId
     at: Micros
@@ -75,15 +75,15 @@ class Shard:
                 return total
 
     async def set_back(self, org: OrgId, by_us: int, name: ScheduleName = DAILY) -> Micros:
-        """Changes the schedule as if no router had run for this long. Returns the instant that is then the schedule's
-        next one."""
+        """Changes the schedule as if no router had run for this long. Returns the next instant of the schedule after
+        this change."""
         at = await self.set_back_paused(org, by_us, name)
         await self.wake(org, name)
         return at
 
     async def set_back_paused(self, org: OrgId, by_us: int, name: ScheduleName = DAILY) -> Micros:
-        """Changes a paused schedule, which no router looks at, as if time had stood still for this long. Returns the
-        instant that is then the schedule's next one."""
+        """Changes a paused schedule, which no router fires, as if it had been paused for this long. Returns the next
+        instant of the schedule after this change."""
         found = await self.admin.get(org, name)
         at = calendar.following(found.schedule.spec.timing, Micros(found.now - by_us))
         assert at is not None

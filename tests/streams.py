@@ -1,4 +1,5 @@
-"""Consume streams for tests: what arrived, how the stream ended, and functions that wait for arrivals or the end."""
+"""Consume streams for tests: what has arrived, how a stream ended, and functions that wait for messages or for the
+end."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def extends(*leases: bytes) -> list[queue_pb2.Extend]:
 
 
 def answers_of(settled: queue_pb2.Settled, leases: Sequence[bytes]) -> list[job_pb2.JobAnswer.ValueType]:
-    """Returns what the answer to a message says about each of its leases."""
+    """Returns what the answer to a message says about each lease in the message."""
     not_ok = {one.lease: one.answer for one in settled.not_ok}
     assert not_ok.keys() <= set(leases)
     return [not_ok.get(lease, OK) for lease in leases]
@@ -86,7 +87,7 @@ def detail(error: grpc.aio.AioRpcError, into: Any) -> Any:
 
 
 class Stream:
-    """One Consume stream, read by a task of its own; with `reads=False` nobody reads."""
+    """One Consume stream, which a separate task reads. With `reads=False`, no task reads the stream."""
 
     def __init__(self, queue: queue_pb2_grpc.QueueAsyncStub, *, reads: bool = True) -> None:
         self._call: Any = queue.Consume()
@@ -140,7 +141,8 @@ class Stream:
             raise self.error from None
 
     async def until(self, holds: Callable[[], object], what: str, *, within_s: float = PATIENCE_S) -> None:
-        """Waits for a condition on what has arrived. Returns early if the stream ends."""
+        """Waits for a condition on what has arrived. Raises AssertionError if the stream ends and the condition does
+        not hold."""
         try:
             async with asyncio.timeout(within_s), self._changed:
                 await self._changed.wait_for(lambda: holds() or self.ended)
@@ -154,8 +156,8 @@ class Stream:
         return self.jobs
 
     async def news(self, after: int, *, within_s: float) -> list[queue_pb2.ConsumeResponse]:
-        """Waits until there are more than `after` messages. Returns the messages after these, or an empty list if the
-        stream has ended or the time is over."""
+        """Waits until there are more than `after` messages. Returns the messages after the first `after` ones. Returns
+        an empty list if the stream has ended or the time is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s), self._changed:
                 await self._changed.wait_for(lambda: len(self.messages) > after or self.ended)
@@ -166,8 +168,8 @@ class Stream:
         return self.settled[number]
 
     async def settle(self, number: int, **fields: Any) -> list[job_pb2.JobAnswer.ValueType]:
-        """Sends a message with these acks, nacks, extends, releases and snoozes. Returns an answer for each, in this
-        order, or an empty list if all are OK."""
+        """Sends a message with these acks, nacks, extends, releases and snoozes. Returns the answer for each entry, in
+        this order, or an empty list if all answers are OK."""
         await self.send(request_id=number, **fields)
         settled = await self.answer(number)
         assert not settled.HasField("error"), settled
@@ -303,7 +305,7 @@ async def client(address: str, *more: tuple[str, object]) -> AsyncGenerator[Clie
 
 
 async def until(holds: Callable[[], Any], what: str, *, within_s: float = PATIENCE_S, every_s: float = 0.02) -> None:
-    """Waits for a condition that sends no signal; it may be a coroutine function."""
+    """Waits until the condition, a function or a coroutine function, returns a true value. Calls it again and again."""
     try:
         async with asyncio.timeout(within_s):
             while True:

@@ -16,12 +16,12 @@ from tests import changed
 from tests.checks import ROOT
 
 CORES = os.cpu_count() or 1
-# Half of a test's time is spent waiting: for processes that start, for leases that expire, for servers that do not
-# answer. Four workers left two cores idle for an eighth of the time. Six workers leave the two cores idle for a
-# fiftieth of the time.
+# A test spends half of its time waiting, for example for processes that start or leases that expire. On a machine with
+# two cores, four workers left the cores idle for an eighth of the time. Six workers leave them idle for a fiftieth of
+# the time.
 WORKERS = 3 * CORES
 # The tests of a file stay on one worker and share its clusters and routers. tests/conftest.py sorts the files: the
-# slowest start first, so that no worker is left with a slow file when the others are done.
+# slowest files start first, so that no worker still runs a slow file when the other workers are done.
 SIDE_BY_SIDE = ("-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
 
 # The tests of `--generators`.
@@ -131,7 +131,7 @@ def run_tests(arguments: Sequence[str], environ: dict[str, str], beside: subproc
         for one in running:
             one.terminate()
 
-    # Ctrl-C reaches the child processes by itself. SIGTERM must be passed on to them.
+    # A terminal sends Ctrl-C to the child processes, too. SIGTERM must be passed on to them.
     signal.signal(signal.SIGTERM, pass_on)
 
     def pytest(*given: str, stdout: int | None = None) -> int:
@@ -149,8 +149,8 @@ def run_tests(arguments: Sequence[str], environ: dict[str, str], beside: subproc
 
     code = 0
     if "-n" in arguments and not any(ROOT.glob("tests/__pycache__/conftest.*")):
-        # A new clone has no bytecode. Compile the tests and their imports once: otherwise each worker would compile all
-        # of them, all workers at the same time. If a test cannot be imported, the workers report why.
+        # A new clone has no bytecode. Compile the tests and their imports once. Otherwise all workers would compile all
+        # of them at the same time. If a test cannot be imported, the workers report why.
         code = pytest("--collect-only", stdout=subprocess.DEVNULL)
     if code >= 0 and not interrupted:
         code = pytest("--durations=15", *arguments)
@@ -174,7 +174,7 @@ def main(given: Sequence[str]) -> int:
     # one run reports everything that is wrong.
     checking = subprocess.Popen([sys.executable, "-m", "tests.checks"], cwd=ROOT, preexec_fn=lambda: os.nice(5))
     if "-n" not in wanted.arguments:
-        # Somebody watches the output of these tests, so nothing else may be printed meanwhile.
+        # A person watches the output of these tests, so the checks must not print anything at the same time.
         checking.wait()
     failed = run_tests(wanted.arguments, wanted.environ, checking)
     return checking.wait() or failed

@@ -15,7 +15,8 @@ from shard.postgres.pool import Database
 from shard.vocabulary import JobId, OrgId
 
 _PATIENCE_S = 30.0
-# For a test whose transaction has locked a table and stays idle for a while: otherwise Postgres would end its session.
+# Needed by a test whose transaction has locked a table and stays idle for a while. Otherwise Postgres would end the
+# session.
 NO_HURRY = "SET LOCAL idle_in_transaction_session_timeout = 0"
 
 
@@ -74,8 +75,8 @@ async def reach_expiry(database: Database, org: OrgId) -> None:
 
 
 async def make_day(database: Database, *, retention: int, before: str, days: int) -> None:
-    """Creates the partition for the finished jobs of one UTC day. That day is `days` days before `before` (YYYY-MM-DD,
-    or now)."""
+    """Creates the partition for the finished jobs of one UTC day: the day that is `days` days before `before`
+    (YYYY-MM-DD; the default is today)."""
     rows = await database.run(
         b"""
         SELECT 'finished_' || %(retention)s || '_' || to_char(d.day, 'YYYYMMDD'), d.day::text, (d.day + 1)::text
@@ -120,7 +121,7 @@ async def age_finished(database: Database, org: OrgId, *, days: int) -> list[Job
 
 
 async def pass_time(database: Database, seconds: float) -> None:
-    """Waits until the database's clock has advanced by this much. For tests of times that Postgres computes with
+    """Waits until the database's clock has advanced by this much. Meant for tests of times that Postgres computes with
     `now()`."""
     await database.run(b"SELECT pg_sleep(%(seconds)s::float8)", {"seconds": str(seconds)})
 

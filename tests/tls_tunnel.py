@@ -13,8 +13,8 @@ _PART_BYTES = 1 << 16
 
 @contextlib.asynccontextmanager
 async def tunnel(address: str, ca: Path) -> AsyncGenerator[str, None]:
-    """Yields an address for plain connections. The data of each of these connections go to `address` over a TLS
-    connection of its own."""
+    """Yields an address for plain connections. The data of each plain connection goes to `address` over a separate TLS
+    connection."""
     context = ssl.create_default_context(cafile=ca)
     context.set_alpn_protocols(["h2"])
     host, _, port = address.rpartition(":")

@@ -15,7 +15,7 @@ from windrow.v1 import queue_pb2
 
 
 def lease_request(verb: LeaseVerb, leases: Sequence[bytes], org: str) -> Any:
-    """Returns the request of a verb's own method, with nothing but the leases."""
+    """Returns the request of a verb's own method. The request has the leases and no other fields."""
     request: Any = getattr(queue_pb2, f"{verb.method}Request")(org=org)
     entries = getattr(request, verb.request_field)
     for lease in leases:

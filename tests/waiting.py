@@ -1,4 +1,4 @@
-"""A consumer that waits for jobs, for tests of who is woken and who gets places for new jobs."""
+"""A consumer that waits for jobs, for tests that check which consumer is woken and which consumer gets new jobs."""
 
 from __future__ import annotations
 

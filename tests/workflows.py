@@ -1,4 +1,4 @@
-"""The workflows of one shard, for tests, as a router knows them."""
+"""The workflows of one shard, for tests. The functions do what a router does."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.pair import A, B, Pair
 # For how long nodes wait for their signals.
 SIGNAL_US = 2 * HOUR_US
 CANCEL, IGNORE, RUN = OnFailed.CANCEL, OnFailed.IGNORE, OnFailed.RUN
-# For each node, the nodes for which it waits. The order is such that a node comes after all nodes for which it waits.
+# For each node, the nodes for which it waits. A node comes after all nodes for which it waits.
 Graph = Mapping[str, Sequence[str | tuple[str, OnFailed]]]
 
 
@@ -105,7 +105,7 @@ def new_nodes(
 
 
 class Flows:
-    """The workflows of one org on one shard. Claimed jobs are known by the names of their nodes."""
+    """The workflows of one org on one shard. Methods name a claimed job by the name of its node."""
 
     def __init__(self, database: Database, org: OrgId, *, store: Store | None = None) -> None:
         self.database = database
@@ -115,7 +115,7 @@ class Flows:
         calls = WorkflowCalls(database, self.store)
         self.admin = WorkflowAdmin(database, self.store, calls, self.sweep)
         self.adder = NodeAdder(database, self.store, calls)
-        # For each job the name of its node, and for each added node its job.
+        # `names`: the name of each job's node. `added`: the job of each added node.
         self.names: dict[str, str] = {}
         self.added: dict[tuple[WorkflowId, str], JobId] = {}
         self.leases: dict[str, Lease] = {}
@@ -202,7 +202,7 @@ class Flows:
 
 
 def both(pair: Pair, org: OrgId) -> tuple[Flows, Flows]:
-    """Returns the workflows of the same org on both shards. Both know the names of the same nodes."""
+    """Returns the workflows of one org on two shards. The two objects share the names of nodes."""
     source, target = Flows(pair.databases[A], org), Flows(pair.databases[B], org)
     target.names = source.names
     return source, target

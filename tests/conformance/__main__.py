@@ -1,4 +1,5 @@
-"""Runs the scenarios against a client library of any language. README.md says what its program must do.
+"""Runs the scenarios against a client library of any language. README.md says what the program with the library must
+do.
 
 python -m tests.conformance --list
 python -m tests.conformance --run [--only NAME]... [--json] -- COMMAND...
@@ -42,7 +43,7 @@ def main(given: Sequence[str]) -> int:
 
 
 def _split(given: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Returns the arguments before `--`, and those after it."""
+    """Returns the arguments before `--`, and the arguments after it."""
     at = given.index("--") if "--" in given else len(given)
     return given[:at], given[at + 1 :]
 

@@ -27,7 +27,7 @@ DETAILS = "grpc-status-details-bin"
 _JOBS_MAX = 100
 _CANCELLED_S = 0.05
 _START_S = 1.0
-# How long a stop waits for the streams of clients that are being killed.
+# How long the server's stop waits for the streams of clients that are being killed.
 _STOP_S = 5.0
 Settle = Callable[[queue_pb2.ConsumeRequest], queue_pb2.Settled | None]
 _leases = itertools.count(1)
@@ -35,7 +35,7 @@ _leases = itertools.count(1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """How a call ends, or why a message was not settled."""
+    """The status with which a call is refused, or with which a message is answered that was not settled."""
 
     code: StatusCode
     reason: str = ""
@@ -56,24 +56,25 @@ AWAY = Refusal(code=StatusCode.UNAVAILABLE, reason="SHARD_UNAVAILABLE")
 TOO_LARGE = Refusal(code=StatusCode.INVALID_ARGUMENT, reason="MESSAGE_TOO_LARGE")
 
 
-# Untyped, because gRPC also takes a Consume that writes its answers. The types of the generated class forbid that.
+# This has the type Any, because gRPC also accepts a method Consume that writes its answers, but the types of the
+# generated class do not.
 _Servicer: Any = queue_pb2_grpc.QueueServicer
 
 
 class FakeServer(_Servicer):  # type: ignore[misc]
-    """Answers the calls of consumers. Other methods are UNIMPLEMENTED. Scenarios replace two functions: `greet` says
-    whether a stream is refused, by the number of the stream from 1 on. `settle` answers a message with leases; if it
-    returns None, the message is never answered."""
+    """Answers the calls of consumers. Other methods are UNIMPLEMENTED. Scenarios replace two functions. `greet` gets
+    the number of the stream, from 1 on, and says whether the stream is refused. `settle` answers a message with leases;
+    if it returns None, the message is never answered."""
 
     def __init__(self, *, org: str, queue: str) -> None:
         self.seen = Transcript(org=org, queue=queue)
         self.greet: Callable[[int], Refusal | None] = lambda _: None
         self.settle: Settle = self.settled
-        # The answer for each lease. A lease that is not here gets OK.
+        # The answer for each lease. A lease that is not in this dict gets OK.
         self.answers: dict[bytes, job_pb2.JobAnswer.ValueType] = {}
         # Each of the next calls of Enqueue gets one of these refusals. Later calls are answered.
         self.enqueue_refusals: deque[Refusal] = deque()
-        # A job to send when the client has closed its side, as if the job had been on its way.
+        # A job to send when the client has closed its side, as if the server had sent the job before that.
         self.parting: job_pb2.LeasedJob | None = None
         self._pool: deque[job_pb2.LeasedJob] = deque()
         self._calls: list[_Call] = []
@@ -266,8 +267,8 @@ class _Call:
         self._server.wake()
 
     async def read_start(self, requests: AsyncIterator[queue_pb2.ConsumeRequest]) -> None:
-        """Reads the first message, if it comes soon, before the stream is refused. If a stream ended while a library
-        was writing to it, the library would report an error of its own instead of the server's status."""
+        """Before the stream is refused, reads the first message if it comes soon. If a stream ended while a library was
+        writing to it, the library would report its own error, and not the server's status."""
         with contextlib.suppress(TimeoutError, StopAsyncIteration):
             async with asyncio.timeout(_START_S):
                 self._write_down(await anext(requests))
@@ -280,8 +281,8 @@ class _Call:
         giving = asyncio.create_task(self._give())
         try:
             await self._unless_ended(reading)
-            # If the client cancels the stream, this looks at first as if the client had closed its side. Then this task
-            # is cancelled.
+            # If the client cancels the stream, it looks at first as if the client had closed its side. A moment later,
+            # gRPC cancels this task.
             await asyncio.wait({self._end}, timeout=_CANCELLED_S)
             if self._end.done():
                 return self._end.result()
@@ -344,8 +345,8 @@ def refused(request: queue_pb2.ConsumeRequest, refusal: Refusal) -> queue_pb2.Se
 @contextlib.asynccontextmanager
 async def serving(server: FakeServer, address: str) -> AsyncGenerator[str, None]:
     """Serves at this address. Yields the address, with the port that was chosen if the given port was 0."""
-    # A client under test may send large messages. No other server may share the port, and get some of this server's
-    # connections.
+    # A client under test may send large messages. No other server may share the port, because it would get some of this
+    # server's connections.
     options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20)]
     listening = aio.server(options=options)
     queue_pb2_grpc.add_QueueServicer_to_server(cast("queue_pb2_grpc.QueueServicer", server), listening)

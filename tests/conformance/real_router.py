@@ -1,4 +1,4 @@
-"""A real router for the scenarios, what happens to the router, and the reference client that works on its jobs."""
+"""A real router for the scenarios, the faults of this router, and the reference client that works on its jobs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Bench:
         running = asyncio.create_task(worker.run())
         try:
             yield worker
-            # A job succeeds before its ack is answered, so wait for the answers too.
+            # A job is succeeded before the client gets the answer to the ack, so wait for the answers too.
             await self.until(lambda: running.done() or not worker.unanswered, "the answers to all messages")
         finally:
             running.cancel()
@@ -73,7 +73,7 @@ class Bench:
         assert set(answers) == {OK}
 
     async def release(self, *leases: bytes) -> None:
-        """Ends leases, as if they had expired and another consumer had the jobs."""
+        """Ends leases, as if the leases had expired and another consumer had the jobs."""
         request = queue_pb2.ReleaseRequest(org=self.org, leases=leases)
         answers = (await self._client.queue.Release(request, timeout=PATIENCE_S)).answers
         assert set(answers) == {OK}

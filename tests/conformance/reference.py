@@ -80,7 +80,8 @@ class Held:
     """A leased job whose handler runs."""
 
     job: job_pb2.LeasedJob
-    # When the window began: at the job's arrival, or just before the worker sent the last extend that was answered OK.
+    # When the window began. This is the time of the job's arrival, or the time just before the worker sent the last
+    # extend that was answered OK.
     renewed_s: float
     extending: bool = False
     timer: asyncio.TimerHandle | None = None
@@ -132,7 +133,7 @@ class ReferenceWorker:
     # Methods for programs and tests.
 
     async def run(self) -> None:
-        """Works until stop(). Raises AioRpcError if the status is one that a repetition cannot change."""
+        """Works until `stop()` is called. Raises AioRpcError for a status that would be the same after a repetition."""
         try:
             while not self._is_done():
                 try:
@@ -157,19 +158,19 @@ class ReferenceWorker:
             await self._channel.close()
 
     def stop(self) -> None:
-        """Gives no more credit, and ends when the running jobs are done."""
+        """Makes the worker give no more credit, and end when the running jobs are done."""
         self.stopping = True
         self.wake.set()
 
     def hold(self) -> None:
-        """Lets no handler begin before `let_go`."""
+        """Makes all handlers wait until `let_go` is called."""
         self._may_work.clear()
 
     def let_go(self) -> None:
         self._may_work.set()
 
     async def enqueue(self) -> str:
-        """Stores a job, however many tries that takes. Returns its id."""
+        """Stores a job. Tries again until the job is stored. Returns its id."""
         id_ = self.new_id()
         while True:
             job = job_message(id=id_, queue=self.seen.queue, kind="work", payload=b"0")
@@ -216,7 +217,7 @@ class ReferenceWorker:
         return max(own_s * random.uniform(0.5, 1.0), asked_s or 0.0)
 
     def credit_wanted(self) -> int:
-        """Returns how many more jobs there is room for now."""
+        """Returns for how many more jobs the worker has room now."""
         if self.stopping or self.draining:
             return 0
         return max(0, self.handlers - len(self.held) - self.credit)
@@ -238,7 +239,7 @@ class ReferenceWorker:
         self.draining = True
 
     def on_revoked(self, lease: bytes) -> None:
-        """The router has ended a lease. The worker may not hold this lease."""
+        """Called when the router has ended a lease. The worker may not have this lease."""
         held = self.held.get(lease)
         if held is not None and self._hears_revoked:
             self.let_fall(held)
@@ -254,7 +255,7 @@ class ReferenceWorker:
             self.let_fall(held)
 
     def on_error(self, message: Message, asked_s: float | None) -> None:
-        """The message was not settled, so its entries are sent again after a pause."""
+        """Called when a message was not settled. Sends its entries again after a pause."""
         self.outbox.extendleft(reversed(message.entries))
         pause_s = self.pause_s(asked_s, self._settle_tries)
         self._settle_tries += 1
@@ -262,7 +263,8 @@ class ReferenceWorker:
         self._loop.call_later(pause_s, self.wake.set)
 
     def on_too_large(self, message: Message) -> None:
-        """Nothing in the message took effect, and its credit did not count either."""
+        """Called when a message was too large. Nothing in the message took effect, and its credit did not count
+        either."""
         self.credit -= message.credit
         half = len(message.entries) // 2
         # A message of one entry cannot be split, so its lease will expire.
@@ -270,7 +272,7 @@ class ReferenceWorker:
             self.parts += [message.entries[:half], message.entries[half:]]
 
     def say_again(self) -> None:
-        """Repeats on a new stream the entries that have no answer."""
+        """Sends the entries that have no answer again, on a new stream."""
         for message in reversed([*self.unanswered.values()]):
             self.outbox.extendleft(reversed(message.entries))
         self.unanswered.clear()
@@ -334,7 +336,8 @@ class ReferenceWorker:
                 await self.wake.wait()
 
     def _fill(self, request: queue_pb2.ConsumeRequest, call: Any) -> bool:
-        """Adds what may be sent now to the message. Returns whether the message has any content."""
+        """Adds the entries and the credit that may be sent now to the message. Returns whether the message has any
+        content."""
         batch: tuple[Entry, ...] = ()
         may_say = not self.draining and self._loop.time() >= self._not_before_s
         if may_say and len(self.unanswered) < self.unanswered_max:
@@ -417,7 +420,7 @@ class ReferenceWorker:
         for job in jobs:
             self.credit -= 1
             if self.stopping:
-                # The job was on its way when the worker stopped.
+                # The router had sent this job before the worker stopped.
                 self.say(Entry(lease=job.lease, verb="release"))
                 continue
             held = self.held[job.lease] = Held(job=job, renewed_s=self._loop.time())

@@ -95,7 +95,7 @@ def _check_endings(transcript: Transcript) -> None:
 
 
 def _overlap(one: Saying, again: Saying) -> bool:
-    """Returns whether both entries were unanswered at the same time, on the same stream."""
+    """Returns whether the two entries were unanswered at the same time, on one stream."""
     return one.stream == again.stream and (not one.answer or again.at_s < one.answered_s)
 
 

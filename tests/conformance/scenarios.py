@@ -1,7 +1,8 @@
 """The scenarios: one class each, whose docstring says what a client must do.
 
-`fake` plays the server's side to a client under test. `real` brings a real router and the reference client into the
-same situation. `expect` judges the messages in both cases. The rules of rules.py apply in every scenario.
+`fake` plays the server's side for a client under test. `real` brings a real router and the reference client into the
+situation of the scenario. `expect` judges the messages after `fake` and after `real`. The rules of rules.py apply in
+every scenario.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 STALE, CANCELLED = job_pb2.JOB_ANSWER_STALE, job_pb2.JOB_ANSWER_CANCELLED
 # Handlers run for this many milliseconds unless their lease ends.
 LONG = "600000"
-# The window for a real router. A lease expires if a busy machine holds up an extend for two thirds of it.
+# The window for a real router. If a busy machine delays an extend for two thirds of the window, the lease expires.
 REAL_WINDOW_S = 9.0
 PAUSE_FIRST_S = 0.05
 
@@ -148,7 +149,8 @@ class RepeatSettlements(Scenario):
         stage.server.settle = settle
         leases = stage.server.give(*["0"] * 8)
         await stage.until_acked(*leases)
-        # One job more: if the client gave credit again with a repeated message, it has too much credit after this job.
+        # Give one more job. If the client gave credit again with a repeated message, it has too much credit after this
+        # job.
         await stage.until_acked(*stage.server.give("0"))
 
     async def real(self, bench: Bench) -> Transcript:
@@ -363,7 +365,7 @@ class Revoke(Scenario):
 
     async def fake(self, stage: Stage) -> None:
         *cancelled, taken, _ = await stage.fill(LONG)
-        # A stream also hears of leases that other streams of its worker got.
+        # A router also revokes leases on this stream that another stream of the worker has got.
         await stage.server.revoke([b"a lease of another stream", *cancelled], CANCELLED)
         await stage.server.revoke([taken], STALE)
         await stage.until_acked(*stage.server.give("0"))
@@ -584,7 +586,7 @@ class Oversize(Scenario):
         # here.
         async with bench.worker(handlers=self.room_real, message_bytes_max=60 << 20) as worker:
             worker.hold()
-            # The results have more than 16 MiB together.
+            # The results have more than 16 MiB in total.
             ids = await bench.store(*["0".zfill(64 << 10)] * self.room_real)
             await bench.until(lambda: len(worker.seen.jobs) == self.room_real, "leased jobs")
             worker.let_go()
@@ -615,7 +617,7 @@ class HalfOpen(Scenario):
         stage.server.settle = _answers_on_later_streams(stage)
         (lease,) = stage.server.give("0")
         await stage.until(lambda: stage.seen.sayings(lease, "ack"), "an ack of the job")
-        # A client whose wait cannot be set waits for 10 s.
+        # If a client's waiting time cannot be set, the client waits for 10 s.
         await stage.until(lambda: len(stage.seen.streams) > 1, "another stream", within_s=10 + stage.patience_s)
         await stage.until_acked(lease)
         await stage.until(lambda: stage.seen.streams[0].ended, "the client cancels the first stream")
@@ -669,7 +671,8 @@ class Stop(Scenario):
 
     async def fake(self, stage: Stage) -> None:
         (lease,) = stage.server.give("2500")
-        # Before its first extend the job may be on its way, and may come too late to be begun.
+        # Before its first extend, the job may still be on its way to the client. Such a job may come too late, so that
+        # the client does not begin it.
         await stage.until(lambda: stage.seen.sayings(lease, "extend"), "an extend of the running job")
         stage.client.stop()
         await stage.until_ended("the client ends after SIGTERM")

@@ -23,7 +23,7 @@ from tests.conformance.transcript import Transcript
 if TYPE_CHECKING:
     from tests.conformance.scenarios import Scenario
 
-# The org has characters that the metadata `windrow-org` must encode.
+# The name of the org has characters that must be encoded in the metadata `windrow-org`.
 ORG, QUEUE = "conformance ü/1", "conformance"
 PATIENCE_S = 20.0
 # Programs of some languages are compiled, or wait for each other, before they first connect.
@@ -59,7 +59,7 @@ StartClient = Callable[[Mapping[str, str]], AbstractAsyncContextManager[Client]]
 class Outcome:
     scenario: str
     passed: bool
-    # What the scenario requires, if the client passed. Otherwise what the client did not do.
+    # If the client has passed, the text says what the scenario requires. Otherwise, it says what the client did not do.
     expected: str
     seen: str
     seconds: float
@@ -253,7 +253,7 @@ class _ByHand:
 
         def read() -> None:
             line = sys.stdin.readline()
-            # The loop may be closed by then.
+            # The loop may be closed when the line comes.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(tell, line)
 

@@ -26,7 +26,7 @@ RUN_S = 240.0
 
 
 def commands(text: str) -> list[list[str]]:
-    """Returns the lines of the first block of commands, with this Python."""
+    """Returns the lines of the first block of commands. In these lines, `python` is the Python that runs this test."""
     found = BLOCK.search(text)
     assert found is not None
     return [shlex.split(line.replace(".venv/bin/python", sys.executable)) for line in found[1].splitlines()]

@@ -15,7 +15,7 @@ from tests.conformance.wrong_clients import WRONG
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 # How long a scenario waits until the client does what is expected. A wrong client never does this. The time includes
-# the steps before, in which all clients are busy at the same time.
+# the earlier steps of the scenario, in which all clients are busy at the same time.
 WRONG_PATIENCE_S = 12.0
 
 

@@ -1,4 +1,5 @@
-"""The scenarios against a real router: it behaves like the fake server, and the same expectations hold."""
+"""The scenarios against a real router. The router behaves like the fake server, so the expectations of the scenarios
+hold for it, too."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ async def play(scenario: Scenario, postgres: Server, routers: Routers) -> None:
 
 
 async def _org_on_shaky(near: Client) -> str:
-    """Returns a new org. During the scenario before, the shard may not have answered; the router notices the shard's
-    return a moment later."""
+    """Returns a new org. In the previous scenario, the shard may have stopped answering. The router notices the shard's
+    return a moment later, so this waits."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             try:

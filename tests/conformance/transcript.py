@@ -1,8 +1,9 @@
 """What a client and a server sent to each other, in order. This module has no I/O and makes no verdicts.
 
-The fake server writes a transcript on the server's side, and the reference client on the client's side. The same
-expectations judge both. The server records an answer before it sends the answer, and the client after it has received
-it. So an order that follows from the contract (first the answer, then the next message) is the same on both sides.
+The fake server writes a transcript on the server's side, and the reference client on the client's side. The
+expectations of a scenario judge the transcripts of both sides. The server records an answer before it sends the answer.
+The client records an answer after it has received the answer. So an order that follows from the contract (first the
+answer, then the next message) is the same in both transcripts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Event:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Stream:
-    """A Consume stream, or a unary call about leases. A unary call is recorded as a stream of one message and its
+    """A Consume stream, or a unary call about leases. A unary call is recorded as a stream with one message and one
     answer."""
 
     opened_s: float
@@ -36,7 +37,7 @@ class Stream:
     events: list[Event] = field(default_factory=list[Event])
     # How many messages there were when the client closed its side; None: the client has not closed it.
     closed_after: int | None = None
-    # The status with which the stream ended; None while it lasts.
+    # The status with which the stream ended; None while the stream lasts.
     ended: StatusCode | None = None
     ended_s: float = 0.0
     # The delay that RetryInfo of the status asked for; None: there was no RetryInfo.
@@ -93,10 +94,11 @@ class Saying:
     result: bytes
     at_s: float
     answered_s: float
-    # The number of the stream, and the place of the message in it. Unary calls have numbers after those of the streams.
+    # The number of the stream, and the place of the message in the stream. The numbers of unary calls are higher than
+    # the numbers of all streams.
     stream: int
     place: int
-    # OK, STALE, NOT_FOUND or CANCELLED; "error" and the name of its code; empty: there was no answer.
+    # OK, STALE, NOT_FOUND or CANCELLED; or "error" and the name of the error's code; or empty if there was no answer.
     answer: str
     retry_after_s: float | None
 
@@ -109,7 +111,7 @@ class Transcript:
     # Unary calls about leases, such as Ack.
     calls: list[Stream] = field(default_factory=list[Stream])
     enqueues: list[Enqueue] = field(default_factory=list[Enqueue])
-    # The client's exit code; None while it runs.
+    # The client's exit code; None while the client runs.
     code: int | None = None
 
     @property
@@ -139,7 +141,7 @@ class Transcript:
 
 
 def entries(request: queue_pb2.ConsumeRequest) -> list[tuple[str, bytes, bytes]]:
-    """Returns verb, lease and result of each entry of a message."""
+    """Returns the verb, the lease and the result of each entry of a message."""
     return [
         (verb.method.lower(), lease, getattr(entry, "result", b""))
         for verb in VERBS
@@ -177,7 +179,7 @@ def retry_after_s(status: status_pb2.Status) -> float | None:
 def _sayings(number: int, stream: Stream) -> list[Saying]:
     found: list[Saying] = []
     answers = dict[int, tuple[float, queue_pb2.Settled]]()
-    # Goes backwards, because a request_id may be used again after its answer.
+    # This loop goes backwards, because a `request_id` may be used again after its answer.
     for place, event in reversed([*enumerate(stream.events)]):
         match event.message:
             case Response() as response:

@@ -30,8 +30,8 @@ class DoesNotPause(ReferenceWorker):
 
 
 class PausesAsItLikes(ReferenceWorker):
-    """Ignores the delay that the router asks for, and tries again at once. If it made a pause of its own, that pause
-    would sometimes be as long as the delay on a busy machine, and would hide the fault."""
+    """Ignores the delay that the router asks for, and tries again at once. If this client made its own pause, the pause
+    could be as long as the delay on a busy machine, and would hide the fault."""
 
     def pause_s(self, asked_s: float | None, tries: int) -> float:
         return super().pause_s(None, tries) if asked_s is None else 0.0
@@ -154,8 +154,8 @@ class KeepsJobsThatComeLate(ReferenceWorker):
             super().say(entry)
 
 
-# The scenario, the client, and a part of what the verdict expects: a client that fails for another reason is not
-# caught.
+# The scenario, the client, and a part of the text of the verdict. If the client fails for another reason, the scenario
+# has not caught its mistake.
 WRONG: tuple[tuple[str, type[ReferenceWorker], str], ...] = (
     ("work", AcksWithoutResult, "payload as result"),
     ("org", DoesNotSayItsOrg, "windrow-org"),

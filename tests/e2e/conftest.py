@@ -19,7 +19,7 @@ from tests.routers import reserved_address
 from windrow import Client, uuid7
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-# Upper bound of a wait. Only work that hangs reaches it.
+# The longest time for which a test waits. A test reaches this limit only if something hangs.
 WAIT_S = 60.0
 
 
@@ -45,7 +45,7 @@ class RunningCluster:
         pytest.fail(f"the router did not start:\n{self._log.read_text()}")
 
     def kill(self) -> None:
-        """Kills all router processes at once with SIGKILL."""
+        """Kills all router processes at the same time with SIGKILL."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
@@ -104,7 +104,7 @@ def app_dsn() -> Iterator[str]:
 
 
 async def eventually(holds: Callable[[], Awaitable[object]]) -> None:
-    """Repeats the check until it holds."""
+    """Repeats the check until it succeeds."""
     deadline = time.monotonic() + WAIT_S
     while not await holds():
         assert time.monotonic() < deadline, "it never held"

@@ -50,7 +50,7 @@ def call(url: str, body: object = None) -> Any:
 
 
 def first(look: Callable[[], Sequence[_Found]], what: str) -> _Found:
-    """Looks until something is found. Returns the first thing that was found."""
+    """Calls the function again and again until its result is not empty. Returns the first item of the result."""
     found: Sequence[_Found] = list[_Found]()
 
     def is_there() -> bool:

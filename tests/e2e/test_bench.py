@@ -1,5 +1,5 @@
-"""The benchmark with tiny numbers. These tests check that the benchmark measures, and what it leaves behind. Its
-figures mean nothing in these tests."""
+"""Runs the benchmark with very small numbers. These tests check that the benchmark measures, and which files and
+processes remain after it. The measured figures have no meaning here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from proof.dashboards import read_dashboards
 from proof.prometheus import INSTALL
 
 _ROOT = Path(__file__).parent.parent.parent
-# Upper bound of a wait. Only work that hangs reaches it.
+# The longest time for which a test waits. A test reaches this limit only if something hangs.
 _PATIENCE_S = 280.0
 # More processes would take more CPU to start than to measure.
 _FEW = ("--producers", "1", "--workers", "1", "--routers", "1")
@@ -96,7 +96,7 @@ def test_an_archiver_beside_the_load_is_measured(tmp_path: Path) -> None:
     told = _told(tmp_path, *command, *seconds)
     (sample,) = told["scenarios"]["load"]["samples"]
     assert sample["archived"]["turned_cold"] == 2000
-    # The second number is for runs after three o'clock: then the jobs of 31 days ago are dropped too.
+    # The second number is for runs after three o'clock, when the jobs of 31 days ago are dropped too.
     assert sample["archived"]["dropped"] in (1000, 1500)
 
 
@@ -225,7 +225,8 @@ def _samples(*command: str, out: Path) -> list[Any]:
 
 
 def _must_hold(sample: Any) -> None:
-    """Asserts the demands on figures that must be 0 or a share of the slots. Durations are not checked here."""
+    """Asserts that the figures that must be 0 or a given share of the slots have these values. Does not check
+    durations."""
     assert [one for one in sample["demands"] if not one["holds"] and not one["must_be"].startswith("≤")] == []
 
 

@@ -67,7 +67,7 @@ KEY = re.compile(r"\bwr_(?!a{12})[a-z2-7]{12}(?:_[A-Za-z0-9_-]{43})?(?![\w-])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A cluster that `windrow up --json` runs, as described by the line that it prints."""
+    """A cluster that `windrow up --json` runs. The fields are those of the line that the command prints."""
 
     process: subprocess.Popen[str]
     address: str
@@ -127,8 +127,8 @@ def windrow(running: Running, monkeypatch: pytest.MonkeyPatch) -> Windrow:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Yields a folder outside of tmp_path: root's tmp_path has mode 700, so the account of Postgres could not enter
-    it."""
+    """Yields a folder outside of `tmp_path`. If the tests run as root, `tmp_path` has mode 700, so the account of
+    Postgres could not enter it."""
     base = Path(tempfile.mkdtemp(prefix="windrow-test-", dir="/tmp")).resolve()
     base.chmod(0o755)
     yield base
@@ -148,7 +148,7 @@ def leased(windrow: Windrow, org: str, queue: str = "mail", count: int = 1) -> l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A command of docs/cli.md with the output and the exit code that the page shows."""
+    """A command of docs/cli.md, and the output and the exit code that the page shows for it."""
 
     command: str
     output: str
@@ -186,7 +186,7 @@ def in_shell(command: str, running: Running, folder: Path) -> tuple[int, str]:
 
 
 def play(command: str, windrow: Windrow, running: Running, folder: Path) -> tuple[int, str]:
-    """Runs a command as in_shell does, but in this process if it is only a `windrow` command."""
+    """Runs a command as `in_shell` does. If it is a single `windrow` command, runs it in this process."""
     if "|" in command or not command.startswith("windrow "):
         return in_shell(command, running, folder)
     done = windrow(*shlex.split(command)[1:], together=True)
@@ -194,8 +194,8 @@ def play(command: str, windrow: Windrow, running: Running, folder: Path) -> tupl
 
 
 class Names:
-    """Maps the ids, leases and keys that the page shows to the real ones in the same places. The real ones are new in
-    every run."""
+    """Maps the ids, leases and keys that the page shows to the ids, leases and keys at the same places in the real
+    output. The real ones are new in every run."""
 
     def __init__(self) -> None:
         self._live: dict[str, str] = {}
@@ -222,9 +222,9 @@ def steady(text: str) -> str:
     text = re.sub(r"\b1\d\.\d+ +(\d+|…)", "VERSIONS", text)
     # On a busy machine, a command that waits reports its progress.
     text = re.sub(r"^[\d,]+ of [\d,]+ slots so far\n", "", text, flags=re.MULTILINE)
-    # The line of `windrow doctor` about the server has counts.
+    # The line of `windrow doctor` about the server has counts that differ between runs.
     text = re.sub(r"^postgres 1\d.* connections$", "SERVER", text, flags=re.MULTILINE)
-    # There are two partitions for days of finished jobs; until three o'clock there are three.
+    # There are two partitions for days of finished jobs. Before three o'clock there are three.
     text = re.sub(r"\([23] partitions\)", "(DAYS)", text)
     text = re.sub(r"^ *(?:\d+ )?(\w+( \(DAYS\))?) .*\b[kM]B\b.*$", r"\1 SIZES", text, flags=re.MULTILINE)
     return re.sub(r" +", " ", text)
@@ -348,8 +348,8 @@ def test_a_secure_cluster_prints_lines_to_paste_that_work_and_refuses_who_has_no
         )
         assert done.returncode == 0, done.stderr
         assert "1 acked" in done.stderr
-        # A call about all orgs is refused, and the error names what it needs. The last line that the user may paste
-        # makes a key for all orgs.
+        # A call about all orgs is refused, and the error names the key that the call needs. The last of the printed
+        # lines makes a key for all orgs.
         assert said[11].startswith("The key is for the org acme, and has the scopes enqueue, consume, read, admin.")
         script = f"{pasted[0]}\nwindrow shards || {said[14]}".replace("./run windrow", "windrow")
         done = subprocess.run(
@@ -405,7 +405,7 @@ def test_a_shard_that_is_added_to_the_data_is_filled(windrow: Windrow, folder: P
             documents = windrow("shards", "--json", "--address", address).documents
             return {one["shard"]: one["leaving_slots"] for one in documents}
 
-        # The router that answers reads the catalog a moment after the balancer has written to it.
+        # The router reads the catalog a moment after the balancer has written to it.
         until(lambda: leaving() == {"s1": 0, "s2": 0, "s3": 0}, "no slots leave a shard")
         shards = set()
         for org in orgs:
@@ -630,7 +630,7 @@ class Waited:
     """A fake router whose Dequeue gives the answers that the test prepared, and records the requests."""
 
     address: str = ""
-    # For each call: how long to wait, and the time left until the deadline of the call, in seconds.
+    # For each call: for how long it asks the router to wait, and the time until the deadline of the call, in seconds.
     asked: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     answers: list[queue_pb2.DequeueResponse] = field(default_factory=list[queue_pb2.DequeueResponse])
     called: threading.Event = field(default_factory=threading.Event)
@@ -674,7 +674,7 @@ def test_a_wait_that_is_interrupted_ends_at_once_and_takes_nothing(waited: Waite
         assert waited.called.wait(WAIT_S)
         process.send_signal(signal.SIGINT)
         assert process.wait(WAIT_S) == 130
-    # The router notices the end of the call, and so gives back jobs that it has just leased.
+    # The router notices the end of the call. So it can release jobs that it has just leased for the call.
     assert waited.left.wait(WAIT_S)
 
 
@@ -1181,7 +1181,8 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
     [
         (["enqueue", "a", "q", "k", "--delay", "10"], 2, "'10' is not a duration"),
         (["enqueue", "a", "q", "k", "--run-at", "tomorrow"], 2, "'tomorrow' is not a time"),
-        # A duration says how long ago something was. So it cannot say when a job shall run.
+        # In an option that takes a time, a duration such as 1h means a time in the past. So it cannot be the time at
+        # which a job is to run.
         (["enqueue", "a", "q", "k", "--run-at", "1h"], 2, "'1h' is not a time"),
         (["jobs", "list", "a", "--made-after", "yesterday"], 2, "or how long ago it was, such as 1h or 7d"),
         (["jobs", "redrive", "a", "--died-after", "99999999d"], 2, "'99999999d' is not a time"),

@@ -126,7 +126,7 @@ async def test_the_pair_of_run_at_and_attempt_is_higher_for_each_lease(client: C
         assert await client.alter_jobs([job.id], run_at=past) == [Answer.OK]
 
     async def expire(_: Job) -> None:
-        """Does nothing: the next dequeue waits until the lease has expired."""
+        """Does nothing, because the next dequeue waits until the lease has expired."""
 
     ends: list[Callable[[Job], Awaitable[object]]] = [
         *(client.release, partial(client.snooze, after=0), partial(client.nack, retry_after=0)),
@@ -619,8 +619,8 @@ async def test_jobs_that_meet_conditions_are_changed_in_steps_and_a_repeated_cal
     stored = await client.enqueue_many(jobs)
     odd = [one.id for one in stored][1::2]
     where = JobFilter(queue="q", attributes={"n": "1"})
-    # The call changes priority and time. So if it listed jobs in the order of claims, it would meet the changed jobs
-    # again.
+    # The call changes the priority and the time of jobs. So if it listed jobs in the order of claims, it would find the
+    # changed jobs again.
     later: dict[str, Any] = {"priority": 9, "run_at": datetime.now(UTC) + 2 * HOUR}
     tried = await client.alter_where(where, **later, dry_run=True)
     assert (tried.found, tried.changed, [job.id for job in tried.first]) == (6, 0, odd[:0:-1])
@@ -795,7 +795,7 @@ async def test_a_script_runs_until_a_signal_and_ends_well(cluster: RunningCluste
 async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, collector: Collector) -> None:
     text = (CHECKOUT / "clients" / "python" / "README.md").read_text()
     examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    # test_readme.py runs the other examples: they are about workers, and need no jobs.
+    # test_readme.py runs the other examples, which are about workers and need no jobs.
     enqueue, _again, many, grouped, plain, cancel, keyed, admin, many_changed, _schedules, workflow, *rest = examples
     work, _all_orgs, _middleware, _batch, stop, _timeout, _process, _tests, relay, traced = rest
     environ = os.environ | {
@@ -997,7 +997,7 @@ async def test_relays_share_the_work_and_stop(app: psycopg.AsyncConnection[Any],
 async def test_an_org_that_cannot_be_reached_holds_up_only_itself(
     app: psycopg.AsyncConnection[Any], app_dsn: str, client: Client
 ) -> None:
-    """Both orgs use a router that does not exist, so that the pauses between tries can be observed."""
+    """The two orgs use a router that does not exist, so that the test can observe the pauses between tries."""
     async with Client("127.0.0.1:9", org="nobody", timeout=0.2) as away:
         relay = outbox.Relay(app_dsn, away)
         await outbox.add(app, client.org, NewJob("q", "k"))

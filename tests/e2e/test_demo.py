@@ -1,5 +1,5 @@
-"""The demo as a user runs it, with fewer events: it passes, it fails if the totals are wrong, and it always cleans
-up."""
+"""Runs the demo as a user does, with fewer events. The demo passes, it fails if the totals are wrong, and it always
+cleans up."""
 
 from __future__ import annotations
 

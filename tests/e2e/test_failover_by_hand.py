@@ -37,7 +37,7 @@ PASSWORD = "of-this-test"
 INITDB_S_MAX = 120.0
 # These programs work on folders of the server's account. The programs of Postgres refuse to run as root.
 OF_THE_SERVER = ("pg_basebackup", "pg_ctl", "pg_rewind", "mkdir")
-# Prints the ids of acknowledged jobs: org-1 lives on s2, and org-2 on s1.
+# This program prints the ids of acknowledged jobs. org-1 lives on s2, and org-2 lives on s1.
 ENQUEUE = "for number in 1 2; do windrow enqueue org-$number mail greet; done"
 AS_ACCOUNT = """#!{python}
 import os, sys
@@ -50,7 +50,7 @@ os.execv({program!r}, [{program!r}, *sys.argv[1:]])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A machine: a folder, a port and a shell (`place`)."""
+    """A simulated machine: a folder, a port and a shell (`place`)."""
 
     name: str
     place: Place

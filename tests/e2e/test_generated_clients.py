@@ -1,6 +1,6 @@
 """docs/clients.md: its commands build a client in each language, which then stores a job and works on it.
 
-By default only those steps are tested that need no tool of the language. `./run test --generators` runs the commands,
+By default, the tests run only the steps that need no tool of the language. `./run test --generators` runs the commands,
 and skips a language whose tools are not on this machine.
 """
 

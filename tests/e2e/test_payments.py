@@ -22,9 +22,10 @@ ORDERS = 40
 
 
 def _stopped_outside_of_writes(worker: Popen[str], database: Path) -> bool:
-    """Stops the worker. If the worker has the write lock of the database, lets it continue and returns False: otherwise
-    nobody else could write while it is stopped. The worker may write although all its handlers waited for the bank a
-    moment before: on a busy machine a lease of one second can end, and then a handler begins with another job."""
+    """Stops the worker. If the worker has the write lock of the database, lets the worker continue and returns False,
+    because no other process could write while the worker is stopped. The worker may write even if all its handlers
+    waited for the bank a moment before. On a busy machine a lease of one second can end, and then a handler begins
+    another job."""
     worker.send_signal(signal.SIGSTOP)
     until(lambda: psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED, "it stands still")
     with closing(sqlite3.connect(database, timeout=0, isolation_level=None)) as own:

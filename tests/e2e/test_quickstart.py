@@ -28,7 +28,7 @@ WAIT_S = 60.0
 
 @contextmanager
 def program(place: Place, command: str) -> Generator[subprocess.Popen[str]]:
-    """Runs a program of the page, as in a terminal of its own. It must run until Ctrl-C, and then end without an
+    """Runs a program of the page, as in a separate terminal. The program must run until Ctrl-C, and then end without an
     error."""
     with (place.folder / f"{command.split()[1]}.log").open("w+") as log:
         process = subprocess.Popen(

@@ -56,7 +56,8 @@ def test_the_program_of_the_readme_stores_a_job_and_works_it(cluster: RunningClu
 def test_every_program_of_the_clients_readme_runs(at: int, cluster: RunningCluster, app_dsn: str) -> None:
     program = blocks("clients/python/README.md", "python")[at].replace("postgresql://localhost/app", app_dsn)
     if "windrow.run(worker)" in program:
-        # The worker would run until a signal. stop() before run() ends it in its first iteration.
+        # Normally the worker runs until a signal comes. A `stop()` before `run()` ends the worker in its first
+        # iteration.
         program = program.replace("windrow.run(worker)", "worker.stop(); windrow.run(worker)")
     # No collector is running.
     done = run([sys.executable, "-c", program], cluster, OTEL_SDK_DISABLED="true")
@@ -65,7 +66,7 @@ def test_every_program_of_the_clients_readme_runs(at: int, cluster: RunningClust
 
 def test_the_programs_of_the_page_about_schedules_declare_them(cluster: RunningCluster) -> None:
     program, deploy = blocks("docs/schedules.md", "python")
-    # Other tests cover what a worker does. This one ends when its schedules are declared.
+    # Other tests cover what a worker does. The worker of this test ends when its schedules are declared.
     declare = "import asyncio; asyncio.run(worker._declarations.keep())"
     done = run([sys.executable, "-c", program.replace("windrow.run(worker)", declare)], cluster)
     assert done.returncode == 0, done.stderr

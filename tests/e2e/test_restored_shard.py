@@ -29,7 +29,7 @@ def test_what_the_page_says_of_a_restored_shard_can_be_done_as_it_says(
             code, out = place.run(step.command)
             assert (code, steady(out)) == (step.code, steady(step.output)), f"$ {step.command}\n{out}"
             if "windrow shards differences" in step.command:
-                # The command changes nothing, so the shard is still refused.
+                # This command changes nothing, so the routers still refuse the shard.
                 assert place.run("windrow shards")[0] == 1
                 continue
             deadline_s = time.monotonic() + PATIENCE_S

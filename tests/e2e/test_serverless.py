@@ -72,7 +72,8 @@ def test_each_job_is_worked_by_a_function_of_its_own_though_functions_and_the_sc
         jobs = list_all(client, QUEUE, state=JobState.SUCCEEDED)
         attempts = [attempt for job in jobs for attempt in job.attempts]
         assert AttemptOutcome.EXPIRED in {attempt.outcome for attempt in attempts}
-        # If the answer to a claim was lost with the router, the function claimed again, and its first lease expired.
+        # If the answer to a claim was lost with the router, the function claimed again, and the lease of the lost
+        # answer expired.
         functions = [attempt.worker for attempt in attempts if attempt.outcome is not AttemptOutcome.EXPIRED]
         assert len(set(functions)) == len(functions)
         assert most_at_once(jobs) <= MOST

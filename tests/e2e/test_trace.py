@@ -26,7 +26,7 @@ from windrow import Client, Job, Worker, uuid7
 from windrow.v1 import job_pb2, queue_pb2
 
 QUEUE = "mail"
-# This variable makes the exporter send spans soon. Its default is five seconds.
+# This variable makes the exporter send spans soon. By default it sends them after five seconds.
 SOON = {"OTEL_BSP_SCHEDULE_DELAY": "50"}
 
 
@@ -193,7 +193,8 @@ def test_nothing_is_exported_unless_it_is_asked_for(config: Path, environ: dict[
 
 def test_a_collector_that_is_away_holds_nothing_up(config: Path) -> None:
     with socket.socket() as taken:
-        # The port is bound, but nothing listens on it: no other program gets the port, and connections are refused.
+        # The port is bound, but no program listens on it. So no other program gets the port, and connections are
+        # refused.
         taken.bind(("127.0.0.1", 0))
         environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{taken.getsockname()[1]}", **SOON}
         with running_routers(config, environ=environ) as routers, stubs(routers.address) as both:

@@ -45,7 +45,7 @@ _KEYS = {name: key for key, name in enumerate(STEPS, 1)}
 
 
 def make_gates(shard: Shard) -> None:
-    """Makes one gate for each step. All gates are open."""
+    """Makes one gate for each step. All gates are open at first."""
     # Without this setting, the step "close" would not wait at the gate for longer than it waits for enqueues.
     ask(
         shard.direct_dsn,
@@ -61,7 +61,8 @@ def make_gates(shard: Shard) -> None:
 
 
 class Gate:
-    """A shut gate blocks every process that wants to commit this step on one shard."""
+    """A gate belongs to one step on one shard. While it is shut, it blocks every process that wants to commit this
+    step."""
 
     def __init__(self, connection: psycopg.AsyncConnection[Any], step: str) -> None:
         self._connection = connection

@@ -1,5 +1,6 @@
 """The alerts that wake somebody, with real faults: a real Prometheus scrapes real routers with the configuration that
-is shipped. Each alert fires within a minute of its fault and ends after the fault. Without a fault no alert fires."""
+is shipped. Each alert fires within a minute after its fault begins, and stops after the fault ends. Without a fault no
+alert fires."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ async def test_each_page_comes_within_a_minute_of_its_fault_and_ends_after_it(tm
             shards = await stack.enter_async_context(open_shards(2, replicated=False, roots={}))
         except BinariesNotFound as error:
             pytest.skip(str(error))
-        # Routers reach the catalog on a path of its own, so that the catalog can be away while its shard is not.
+        # Routers reach the catalog through a separate proxy. So the catalog can be unreachable while the shard on the
+        # same server answers.
         catalog = Entrance(shards["s1"].nodes)
         await stack.enter_async_context(catalog.open())
         scraped = [stack.enter_context(reserved_address()) for _ in "ab"]

@@ -68,7 +68,7 @@ async def field(tmp_path: Path, fresh_dsn: str, postgres: Server) -> AsyncGenera
 
 @dataclass(slots=True, kw_only=True)
 class Load:
-    """Jobs of one org that finish on this day and on past days."""
+    """The jobs of one org. They finish on the current day and on past days."""
 
     field: Field
     org: OrgId
@@ -107,7 +107,7 @@ async def test_an_archiver_that_is_killed_at_any_moment_leaves_every_job_where_i
     for _ in range(KILLS):
         await load.add_days()
         archiver = await start(field.config)
-        # If the archiver ends while this process sleeps, the test does not see that it led.
+        # If the archiver ends while this process sleeps, the test does not see that the archiver was the leader.
         await until(lambda: leading(load.database), lambda leaders: leaders or archiver.returncode is not None)  # noqa: B023
         finishing = asyncio.create_task(load.finish_some())
         try:

@@ -1,5 +1,5 @@
-"""What a caller who has not proved who it is can use of a router: connections, streams, header bytes, time and lines of
-the log, each up to a bound (SECURITY.md, "What one hostile client can do"). With and without TLS."""
+"""A caller that has not proved who it is can use only a bounded amount of a router's connections, streams, header
+bytes, time and log lines (SECURITY.md, "What one hostile client can do"). The tests run with and without TLS."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.timeout(300)
 MIB = 1024 * 1024
 MEMORY_MIB = 512
 CONNECTIONS_MAX = 100
-# How much a router may grow while it refuses.
+# How much the memory of a router may grow while the router refuses calls.
 GROWTH_MIB = 64
 ENQUEUE, CHECK, WATCH = "/windrow.v1.Queue/Enqueue", "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNIMPLEMENTED = (
@@ -61,8 +61,8 @@ ATTACKER = "127.0.0.2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entrance:
-    """A router that asks each caller who it is. `ca`: the authority of its certificate; None: the router speaks no
-    TLS."""
+    """A router that asks each caller who it is. `ca`: the authority that signed the router's certificate; None: the
+    router speaks no TLS."""
 
     routers: Routers
     ca: Path | None
@@ -170,8 +170,8 @@ async def check(health: Any, service: str = "") -> None:
 
 
 async def peak_mib(entrance: Entrance, attack: Awaitable[list[Seen]]) -> tuple[int, list[Seen]]:
-    """Returns the router's peak memory during an attack, and what the attackers saw. During the attack another caller
-    keeps asking whether the router serves."""
+    """Returns the router's peak memory during an attack, and what the attackers saw. During the attack, another caller
+    asks again and again whether the router serves."""
     attacking = asyncio.ensure_future(attack)
     peak = 0
     async with entrance.health() as health:
@@ -213,7 +213,7 @@ async def test_a_host_that_opens_connections_without_end_takes_none_from_others(
 
 
 async def test_connections_that_say_nothing_or_not_enough_are_closed(entrances: dict[str, Entrance]) -> None:
-    # Each of these connections lasts as long as a router allows, up to 40 s. So the test tries all of them at the same
+    # Each of these connections lasts as long as a router allows, up to 40 s. So the test makes all of them at the same
     # time.
     async with contextlib.AsyncExitStack() as stack:
         addresses = {kind: await stack.enter_async_context(one.for_peers()) for kind, one in entrances.items()}
@@ -259,8 +259,8 @@ async def test_streams_of_strangers_leave_room_for_others(entrance: Entrance) ->
         for _ in range(1_500):
             await peer.call(WATCH, b"")
 
-        # At most 250 streams stay: half of the 500 that all callers without proof share. gRPC resets the calls above
-        # `calls_per_connection`.
+        # At most 250 streams remain. This is half of the 500 streams that all callers without proof share. gRPC resets
+        # the calls above `calls_per_connection`.
         await peer.until(lambda seen: seen.statuses.total() + seen.resets.total() >= 1_250, within_s=PATIENCE_S)
         assert peer.seen.statuses.keys() == {RESOURCE_EXHAUSTED}
         assert peer.seen.resets.total() > 0

@@ -21,7 +21,7 @@ FAULTS = (
     *("drain-shard", "change-weight", "pin-org"),
 )
 
-# This many schedules, so that some of them fire within the run.
+# There are enough schedules that some of them fire within the run.
 STEADY = 500
 
 

@@ -1,5 +1,5 @@
-"""Connections are cut at the worst moments: what was committed stays committed once, and a repeated call gets the same
-answer (I1, I3)."""
+"""Connections are cut at the worst moments. What was committed exists exactly once, and a repeated call gets the answer
+of the first call (I1, I3)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.workflows import Flows
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 ORG = OrgId("cut")
-# How many times each ambiguous moment is tried.
+# How many trials there are for each moment at which the outcome of a statement is unknown.
 TRIALS = trials(24, thorough=1000)
 CUTS = trials(40, thorough=600)
 
@@ -53,7 +53,7 @@ async def proxy(fresh_dsn: str) -> AsyncGenerator[Proxy, None]:
 
 @pytest.fixture
 async def store(fresh_dsn: str, proxy: Proxy) -> AsyncGenerator[Store, None]:
-    """The store of this test's shard, as a router has it: through the proxy."""
+    """The store of this test's shard. The store connects through the proxy, as the store of a router would."""
     database = Database(SHARD, through(fresh_dsn, proxy), connections=2)
     await database.open()
     yield Store(database)
@@ -68,7 +68,7 @@ async def books_of(database: Database) -> OrgBooks:
 
 
 async def copies(database: Database) -> Counter[str]:
-    """Returns how often each job id is stored, in any table."""
+    """Returns how often each job id is stored, in all tables together."""
     rows = await database.run(
         b"SELECT id::text FROM windrow.job UNION ALL SELECT id::text FROM windrow.dead"
         b" UNION ALL SELECT id::text FROM windrow.finished",
@@ -137,8 +137,8 @@ async def test_a_handover_cut_around_its_commit_is_told_once_and_a_release_makes
             assert await store.settle(Settlement.ack(ORG, leases)) == [Answer.OK] * 2
             leased += jobs.ids
         else:
-            # The answer was lost, so the router got the report that nothing was leased. It now releases the leases, so
-            # that the report becomes true.
+            # The answer was lost, so the router was told that nothing was leased. It now releases the leases, so that
+            # this becomes true.
             assert await store.settle(Settlement.release(ORG, leases)) == [Answer.OK] * 2
             lost += jobs.ids
     # After a cut right after sending, the server may have received the statement or not.
@@ -160,8 +160,8 @@ def settle(**fields: object) -> Act:
     return act
 
 
-# For each verb of a consumer: its call, how many of its statements name the job (a cut hits one of them), and the state
-# of the job afterwards.
+# For each verb of a consumer: the call, how many statements of the call name the job (a cut hits one of these
+# statements), and the state of the job after the call.
 ACTS: dict[str, tuple[Act, int, str]] = {
     "ack": (lambda store, leases: store.settle(Settlement.ack(ORG, leases, [b"done"] * len(leases))), 1, "succeeded"),
     "nack": (settle(failure=Failure(message="no"), retry_after_us=HOUR_US), 2, "scheduled"),
@@ -228,7 +228,7 @@ async def test_a_cancel_cut_after_its_commit_is_ok_again(store: Store, proxy: Pr
 
 @pytest.fixture
 async def books(fresh_dsn: str, proxy: Proxy) -> AsyncGenerator[QueueAdmin, None]:
-    """The administration of this test's shard, as a router has it: through the proxy."""
+    """The administration of this test's shard, which connects through the proxy."""
     database = Database(SHARD, through(fresh_dsn, proxy), connections=1, may_scan=True)
     await database.open()
     yield QueueAdmin(database)
@@ -379,7 +379,7 @@ async def test_of_two_signals_that_are_cut_at_most_one_is_told_that_it_counts(
         cut = proxy.cut_at(b"approved", moment)
         told.append(await flows.signal(flow, "approve", b"approved", at=store))
         assert cut.done
-    # If the answer of the first signal was lost, nobody is told that it counts.
+    # If the answer to the first signal was lost, no caller is told that this signal counts.
     assert told in ([True, False], [moment is Moment.UNSENT, False])
 
 
@@ -630,7 +630,7 @@ async def test_cuts_anywhere_lose_and_double_nothing(
                 fates: dict[int, list[job_pb2.LeasedJob]] = {0: [], 1: [], 2: []}
                 for job in answer.jobs:
                     fate = 0 if over.is_set() or luck.random() < 0.7 else luck.randint(1, 3)
-                    # Fate 3: the consumer forgets the lease, which then expires.
+                    # For fate 3, the consumer forgets the lease, and the lease expires.
                     fates.get(fate, []).append(job)
                 if fates[0]:
                     acks = [queue_pb2.Ack(lease=job.lease) for job in fates[0]]

@@ -47,7 +47,7 @@ async def routers_beside(config: Path, *, processes: int = 1) -> AsyncGenerator[
 
 
 def _is_cut(error: grpc.aio.AioRpcError) -> bool:
-    # The client's gRPC reports a write to a broken connection in this way. The error does not come from a router.
+    # This is how the client's gRPC reports a write to a broken connection. The error does not come from a router.
     return error.code() in _AWAY or error.details() == "Internal error from Core"
 
 
@@ -144,8 +144,8 @@ class Load:
                 raise stream.error
 
     async def assert_whole(self, database: Database) -> None:
-        """Asserts that each job finished once, by one lease. Asserts that each lease began after the end of the lease
-        before it, and that the books balance."""
+        """Asserts that each job finished once, by one lease. Asserts that each lease of a job began after the previous
+        lease had ended, and that the books balance."""
         assert self.acked.keys() == self.stored
         assert [one for one, leases in self.acked.items() if len(leases) > 1] == []
         ids = [JobId(one) for one in self.stored]

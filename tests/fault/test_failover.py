@@ -1,8 +1,8 @@
 """A standby that takes over has everything that was acknowledged. This holds even if a commit was interrupted while it
 waited for the standby.
 
-On the primary everybody sees such a commit, although the standby may lack it. A caller that repeats the call must not
-get OK before the standby has the commit (I1, I3).
+On the primary, other sessions see an interrupted commit, although the standby may lack it. A caller that repeats the
+call must not get OK before the standby has the commit (I1, I3).
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ async def test_what_an_interrupted_commit_did_is_acknowledged_once_the_standby_h
     await standby.start()
     assert await again == [Answer.OK]
 
-    # The pin must be on the standby before the shards learn of the pin. Otherwise a failover could give its slot number
-    # to another org.
+    # The pin must be on the standby before the shards learn of the pin. Otherwise, after a failover, the slot number of
+    # the pin could be given to another org.
     standby.kill()
     await interrupted(pair, pins.pin(database, ORG, OnShard(SHARD)))
     read = asyncio.create_task(pins.read_on(database, SHARD))
@@ -189,7 +189,7 @@ async def test_a_failover_to_a_synchronous_standby_loses_no_history(
     await marks.mark(database, catalog_elsewhere)
     confirmed = await marks.confirmed(catalog_elsewhere, SHARD)
     assert confirmed is not None
-    # A mark that was written but not confirmed does no harm, whichever server has it.
+    # A mark that was written but not confirmed does no harm on either server.
     standby = pair.standby
     assert standby is not None
     standby.kill()

@@ -1,5 +1,6 @@
 """Hostile clients attack a router process while a quiet org uses it: the process stays below its memory limit, gives
-the memory back, and the quiet org's calls succeed. `./run bench hostile` measures the same for longer."""
+the memory back, and the quiet org's calls succeed. `./run bench hostile` makes these attacks for longer, and measures
+them."""
 
 from __future__ import annotations
 
@@ -31,8 +32,7 @@ from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 MIB = 1024 * 1024
 MEMORY_MIB = 512
-# The duration of one attack. The attack ends sooner if the router closes the connections or has done what the attack
-# waits for.
+# The duration of one attack. The attack ends sooner if the router closes the connections, or if `enough` holds.
 ATTACK_S = 8.0
 # The pause of the quiet org between two rounds.
 PAUSE_S = 0.03
@@ -64,7 +64,7 @@ def resident_mib(routers: Routers) -> int:
 
 
 def padding(mib: int) -> bytes:
-    """Returns a field of this many MiB that none of our messages has."""
+    """Returns a field of this many MiB that is in no message of the contract."""
     return b"\xc2\x3e" + bytes((0x80, 0x80, 0x80 | mib << 6 & 0x7F, mib >> 1)) + bytes(mib * MIB)
 
 
@@ -117,7 +117,8 @@ async def quiet_org(address: str) -> AsyncGenerator[None, None]:
 
 
 async def peak_mib(routers: Routers, attack: Awaitable[list[Seen]]) -> tuple[int, list[Seen]]:
-    """Returns the router's peak memory during an attack, and what the attackers saw. A quiet org calls meanwhile."""
+    """Returns the router's peak memory during an attack, and what the attackers saw. During the attack, a quiet org
+    makes calls."""
     attacking = asyncio.ensure_future(attack)
     peak = 0
     async with quiet_org(routers.address):
@@ -137,7 +138,7 @@ async def test_answers_that_are_never_read_stay_within_the_memory_of_the_router(
         request.SerializeToString(),
         calls=900,
         seconds=PATIENCE_S,
-        # At the end of the attack each call was refused, or its answer waits to be read.
+        # At the end of the attack, each call was refused, or the router has an answer that the attacker does not read.
         enough=lambda seen: seen.statuses.total() + len(seen.answering) >= 900,
     )
     peak, (seen,) = await peak_mib(routers, attack)
@@ -184,7 +185,7 @@ async def test_streams_that_wait_for_many_queues_take_more_places(routers: Route
         enough=lambda seen: seen.statuses.total() + len(seen.answering) >= 600,
     )
     _, seen = await peak_mib(routers, attack)
-    # One org has half of the 10,000 places, and each of these streams takes five.
+    # One org has half of the 10,000 places, and each of these streams takes five places.
     assert sum(len(one.answering) for one in seen) <= 1_000
     refused = sum((one.statuses for one in seen), Counter[int]())
     assert refused.keys() == {RESOURCE_EXHAUSTED}
@@ -193,7 +194,7 @@ async def test_streams_that_wait_for_many_queues_take_more_places(routers: Route
 async def test_streams_keep_nothing_of_messages_that_are_done_with(routers: Routers) -> None:
     before = resident_mib(routers)
     first = queue_pb2.ConsumeRequest(start=start("padded")).SerializeToString() + padding(6)
-    # All messages together are larger than the growth that a router may have.
+    # The total size of the messages is larger than the allowed growth of the router's memory.
     attack = leave_answers_unread(
         routers.address,
         CONSUME,

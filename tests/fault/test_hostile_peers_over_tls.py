@@ -81,7 +81,7 @@ async def test_a_router_that_drains_closes_tls_connections(postgres: Server, tmp
     authority = Authority()
     authority.sign().save(tmp_path / "tls.crt", tmp_path / "tls.key")
     ca = authority.saved(tmp_path / "ca.crt")
-    # A drain of an hour would outlast the test.
+    # The drain may take an hour, so the test fails if the router waits for it.
     config = write_cluster(tmp_path / "cluster.toml", {"s1": postgres.create("drain_tls")}, drain_seconds=3600)
     table = f"\n[tls]\ncertificate = '{tmp_path / 'tls.crt'}'\nkey = '{tmp_path / 'tls.key'}'\n"
     config.write_text(config.read_text() + table)

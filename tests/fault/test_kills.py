@@ -155,7 +155,7 @@ async def kill_router(load: Load) -> None:
 async def kill_postgres(load: Load) -> None:
     victim = load.cluster.postgres["s2"].pid
     assert victim is not None
-    # Kill the backends too, so that no backend finishes its work.
+    # Kill the backends of Postgres too, so that no backend finishes its work.
     parts = [psutil.Process(victim), *psutil.Process(victim).children(recursive=True)]
     for part in parts:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -166,7 +166,7 @@ async def kill_postgres(load: Load) -> None:
 async def freeze_postgres(load: Load) -> None:
     pid = load.cluster.postgres["s2"].pid
     assert pid is not None
-    # Postgres is frozen for longer than a lease, so what it commits afterwards may come too late.
+    # Postgres is frozen for longer than a lease lasts, so its next commits may come too late.
     retries = load.retries
     with frozen(pid):
         await asyncio.sleep(WINDOW_S + 1.0)
@@ -238,16 +238,16 @@ async def test_a_kill_loses_nothing_and_doubles_nothing(
     noticed = (kill_postgres, freeze_postgres, rewrite_cluster_file)
     assert kill not in noticed or load.retries > 0, "nobody noticed"
 
-    # I1: every acknowledged job exists and has finished.
+    # Invariant I1: every acknowledged job exists and has finished.
     for org in orgs:
         assert {job.id for job in jobs[org]} == load.stored[org]
         assert {job.state for job in jobs[org]} == {job_pb2.JOB_STATE_SUCCEEDED}
-    # I5: the books balance, and no job is stored that no producer knows.
+    # Invariant I5: the books balance, and every stored job is known to a producer.
     assert [one for one in books if not one.balanced] == []
     assert {one.org: one.accepted for one in books if one.org in orgs} == {
         org: len(ids) for org, ids in load.stored.items()
     }
-    # I2: each lease began after the previous one had ended, and belonged to one consumer.
+    # Invariant I2: each lease of a job began after the previous lease had ended, and belonged to one consumer.
     for job in itertools.chain(*jobs.values()):
         assert job.attempts[0].attempt == 1
         for earlier, later in itertools.pairwise(job.attempts):
@@ -259,8 +259,8 @@ async def test_a_kill_loses_nothing_and_doubles_nothing(
     said = load.said()
     leases = Counter((line["leased"], line["attempt"]) for line in said if "leased" in line)
     assert [lease for lease, times in leases.items() if times > 1] == []
-    # An acknowledged ack is final, so no job has two acknowledged acks. A job has none if its consumer died before it
-    # got the answer.
+    # An acknowledged ack is final, so no job has two acknowledged acks. If the consumer died before it got the answer,
+    # the job has no acknowledged ack.
     acks = Counter(line["acked"] for line in said if line.get("answer") == job_pb2.JOB_ANSWER_OK)
     assert [job for job, times in acks.items() if times > 1] == []
     unheard = count - len(acks)
@@ -279,7 +279,8 @@ async def test_jobs_that_race_for_a_name_under_kills_are_stored_whenever_none_of
         # The org lives on s2, whose server is killed.
         org = (await orgs_on_every_shard(admin))[-1]
         load = Load(cluster=cluster, folder=tmp_path, orgs=[org], stored={org: set()})
-        # `name_of`: the name of each stored job. `ended`: the jobs whose acks were answered, in order.
+        # `name_of`: the name of each stored job. `ended`: the jobs whose acks were answered, in the order of these
+        # answers.
         name_of: dict[str, str] = {}
         ended: dict[str, int] = {}
         sent, over = 0, asyncio.Event()

@@ -1,6 +1,6 @@
 """kill -9 of a balancer, a Postgres or all routers at each step of a move, under load. The kill comes before the step
-commits, or after the commit and before anybody knows of it. Nothing acknowledged is lost, nothing is stored or run
-twice, the books balance (I1, I2, I3, I5), and orgs that do not use the killed process notice nothing."""
+commits, or after the commit and before any other process knows of the commit. Nothing acknowledged is lost, nothing is
+stored or run twice, the books balance (I1, I2, I3, I5), and orgs that do not use the killed process notice nothing."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)
 
 # The first shard has the catalog.
 S1, S2, S3 = SHARDS = ("s1", "s2", "s3")
-# For each process that may be killed, the shards between which the org moves meanwhile. The shard of the catalog is
-# killed in three roles: as a bystander, as the source, and as the target.
+# For each process that may be killed: the shards between which the org moves during the test. The shard of the catalog
+# is killed in three roles: as a bystander, as the source, and as the target.
 VICTIMS = {
     "balancer": (S2, S3, S2),
     "source": (S2, S3, S2),
@@ -168,7 +168,8 @@ class Journey:
     target: str
 
     async def take(self, step: str, victim: str, *, is_committed: bool) -> None:
-        """Runs this step with a kill. `is_committed`: the kill comes after the commit, before anybody knows of it."""
+        """Runs this step with a kill. `is_committed`: the kill comes after the commit, and before any other process
+        knows of the commit."""
         at = self.cluster.shards[self.places[STEPS[step].place]]
         await self.work.hold_leases()
         async with shut_gate(at, step) as gate:
@@ -185,8 +186,8 @@ class Journey:
             else:
                 await self.kill(victim)
                 if victim == "balancer":
-                    # Make the statement fail: otherwise the server would execute the statement of a dead process. Now
-                    # it looks as if the statement never arrived.
+                    # Make the statement fail, as if it had never arrived. Otherwise the server would execute the
+                    # statement of a dead process.
                     await gate.refuse()
                 elif self.places.get(victim) != at.name:
                     await gate.open()

@@ -1,6 +1,6 @@
 """Malformed HTTP/2, gRPC and protobuf, chosen at random, on the port of a router. The router process continues to
-serve, does not grow, and writes no traceback. `./run bench hostile --attacks malformed` does this for longer, and
-measures the calls of others."""
+serve, does not grow, and writes no traceback. `./run bench hostile --attacks malformed` makes the same attack for
+longer, and measures the calls of other clients."""
 
 from __future__ import annotations
 

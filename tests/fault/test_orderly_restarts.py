@@ -62,7 +62,7 @@ async def test_clients_see_nothing_but_unavailable_while_routers_restart_in_orde
                 failed(error)
 
     async def consume(queue: queue_pb2_grpc.QueueAsyncStub) -> None:
-        """Holds a stream that gets no jobs. Opens another stream when it ends."""
+        """Holds a stream that gets no jobs. Opens another stream when the stream ends."""
         first = queue_pb2.ConsumeRequest(start=start("consumed"), credit=10)
 
         async def said() -> AsyncGenerator[queue_pb2.ConsumeRequest, None]:

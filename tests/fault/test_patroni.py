@@ -1,5 +1,5 @@
-"""A shard under Patroni, with the configuration of deploy/patroni: what fails is replaced without an operator, nothing
-acknowledged is lost (I1), and the orgs of the other shard notice nothing (I4).
+"""A shard under Patroni, with the configuration of deploy/patroni. A failed primary is replaced without an operator,
+nothing acknowledged is lost (I1), and the orgs of the other shard notice nothing (I4).
 
 `WINDROW_FAILOVERS=20` kills the primary 20 times and prints how long the shard was without service.
 """
@@ -115,8 +115,8 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 
 
 async def replaced(shard: PatroniShard, old: Member) -> None:
-    # The pause between two looks is long, because each look costs Patroni some milliseconds of CPU. The pauses below
-    # are long for the same reason.
+    # The pause between two looks is long, because each look costs Patroni some milliseconds of CPU. The other pauses in
+    # this file are long for this reason, too.
     await until(lambda: asyncio.to_thread(shard.has_leader, other_than=old), "another one leads", every_s=0.2)
 
 
@@ -172,12 +172,13 @@ async def test_a_primary_whose_patroni_was_killed_is_left_once_it_is_replaced(cl
     probe = await asyncio.to_thread(cluster.org_on, WATCHED)
     async with cluster.working(tmp_path):
         old = cluster.watched.leader
-        # A Patroni that is started again in time finds its Postgres, which remains the leader.
+        # If Patroni is started again in time, it finds its Postgres, which remains the leader.
         old.patroni.kill()
         old.start()
         await until(lambda: asyncio.to_thread(old.is_, "leader"), "it leads again", every_s=0.2)
         assert not cluster.watched.has_leader(other_than=old)
-        # In its first cycle Patroni may name the synchronous standby anew. Before that, no standby may be promoted.
+        # In its first cycle, Patroni may name a new synchronous standby. Until Patroni has named it, no standby may be
+        # promoted.
         first_s = old.dcs_last_seen()
         await until(lambda: asyncio.to_thread(lambda: old.dcs_last_seen() > first_s), "its next cycle", every_s=0.2)
         await whole(cluster.watched)

@@ -1,6 +1,6 @@
 """One shard is recovered to a point in time with the commands of docs/operations.md: a base backup and archived WAL.
-Jobs, moves and runs of schedules have happened since that point. Every difference is listed, and no job is run by two
-owners."""
+After that point, jobs ran, slots moved and schedules fired. Every difference is listed, and no job runs on two
+shards."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Clients:
     acked: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     # The jobs of each org's workflow.
     flows: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    # The instant of the schedule for each job that had one.
+    # The instant of the schedule, for each job that a schedule stored.
     ticks: dict[str, int] = field(default_factory=dict)
 
     def enqueue(self, org: str, ids: list[str]) -> int:
@@ -61,7 +61,7 @@ class Clients:
         return ids
 
     def start_workflow(self, org: str) -> str:
-        """Starts a workflow of two nodes, the second after the first. Returns its id."""
+        """Starts a workflow of two nodes. The second node waits for the first. Returns the id of the workflow."""
         first, second = [
             workflows_pb2.NewNode(name=name, job=job_message(queue=FLOW, kind="node")) for name in ("a", "b")
         ]
@@ -92,8 +92,8 @@ class Clients:
         return self.ack(org, self.lease(org, number))
 
     def drain(self, org: str, queue: str = WORK, *, at_least: int = 0) -> list[job_pb2.LeasedJob]:
-        """Runs all jobs that are ready, and waits until at least `at_least` jobs have run. The wait is needed because
-        only a router's sweep finds a job that was due earlier than jobs that the router has seen."""
+        """Runs all jobs that are ready, and waits until at least `at_least` jobs have run. The wait is needed: if a job
+        was due earlier than jobs that the router has seen, only a sweep finds it."""
         ran: list[job_pb2.LeasedJob] = []
         while jobs := self.lease(org, 100, queue=queue, wait_s=20 if len(ran) < at_least else 0):
             self.ack(org, jobs)
@@ -101,7 +101,7 @@ class Clients:
         return ran
 
     def tick(self) -> list[job_pb2.LeasedJob]:
-        """Waits for a job of the schedule, and runs all that are ready."""
+        """Waits for a job of the schedule, and runs all ready jobs of the schedule."""
         jobs = self.lease(STAYS, 100, queue=TICKS, wait_s=20)
         self.ack(STAYS, jobs)
         self.ticks |= {job.id: job.scheduled_run.at.ToMicroseconds() for job in jobs}
@@ -125,7 +125,7 @@ class Place:
         self.windrow("shards", "rebalance")
 
     def set_state(self, state: str) -> None:
-        """Sets the state of s2 in the cluster file, and waits until the router has it."""
+        """Sets the state of s2 in the cluster file, and waits until the router knows the new state."""
         first, middle, last = self.config.read_text().partition("name = 's2'\n")
         last = re.sub(r"state = .*\n", "", last)
         self.config.write_text(f"{first}{middle}state = '{state}'\n{last}")
@@ -236,8 +236,8 @@ def test_a_shard_goes_back_in_time_and_every_difference_is_listed_and_no_job_has
         acked = {org: set(ids) for org, ids in clients.acked.items()}
         point, point_us = clock(place)
 
-        # These changes come after the point: work, a slot that leaves, a slot that comes, a change of a queue, and
-        # runs.
+        # These changes come after the point: jobs run, one slot leaves, another slot comes, a queue is changed, and a
+        # schedule fires.
         clients.ack(STAYS, leased)
         clients.work(STAYS, 10)
         clients.enqueue_new(STAYS, 30)
@@ -329,13 +329,14 @@ def test_a_shard_goes_back_in_time_and_every_difference_is_listed_and_no_job_has
             "nothing is lost of an org that left"
         )
 
-        # Producers repeat all jobs that they know. Those that are there are recognised, and the others are stored.
+        # Producers repeat all jobs that they know. Jobs that the shard still has are recognised, and the others are
+        # stored.
         for org in (STAYS, COMES):
             sent, there = list(clients.stored[org]), before[org] - (live[org] if org == COMES else set())
             assert clients.enqueue(org, sent) == len(there)
             assert {job.id for job in clients.drain(org)} == set(sent) - there
-        # The shard that the org left has the dedup key of a lost job. So this job is a duplicate until it comes without
-        # the key.
+        # The shard that the org left has the dedup key of a lost job. So this job is answered as a duplicate until the
+        # producer sends it without the key.
         assert enqueue_one(clients.router, keyed).duplicate
         assert clients.lease(COMES, 1, queue=KEYED) == []
         keyed.ClearField("dedup")

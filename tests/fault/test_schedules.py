@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)
 
 SCHEDULES = 20
 AFTER_RUNS = 3
-# How long Postgres is frozen: longer than a router waits for a silent server.
+# How long Postgres is frozen. This is longer than a router waits for a silent server.
 FROZEN_S = 4.0
 
 

@@ -1,5 +1,5 @@
-"""A server has reached a limit of its own, of transaction ids or of connections. These tests show what clients and
-operators see, and that nothing is lost when the server is mended as docs/runbook.md says."""
+"""A Postgres server has no transaction ids or no connections left. These tests show what clients and operators see, and
+that nothing is lost when an operator repairs the server as docs/runbook.md says."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
 QUEUE = "q"
 _numbers = itertools.count(1)
-# Postgres cannot compare transaction ids that are this far apart. Before that, when three million ids remain, it stops
-# giving out ids.
+# Postgres cannot compare transaction ids whose distance is _IDS. When only _STOP ids remain before that distance,
+# Postgres assigns no more ids.
 _IDS, _STOP = 2**31, 3_000_000
-# How many transactions have their status in one file of pg_xact, and how many bytes this file has: two bits for each
-# transaction.
+# How many transactions have their status in one file of `pg_xact`, and the size of this file in bytes. The status of a
+# transaction has two bits.
 _IDS_OF_FILE, _BYTES_OF_FILE = 2**20, 2**18
 
 
@@ -38,7 +38,7 @@ def shut_down(server: Cluster) -> None:
 
 
 def use_up_transaction_ids(server: Cluster) -> None:
-    """Sets the next transaction id to one of the last ids that Postgres gives out. The server must not run."""
+    """Sets the next transaction id to one of the last ids that Postgres assigns. The server must not run."""
     last = (_IDS - _STOP // 2) // _IDS_OF_FILE * _IDS_OF_FILE
     data = server.folder / "data"
     states = data / "pg_xact" / f"{last // _IDS_OF_FILE:04X}"
@@ -128,7 +128,7 @@ def test_a_server_without_transaction_ids_takes_no_writes_loses_nothing_and_is_m
 
                 # Autovacuum freezes the other databases, one after another.
                 until(is_told, "the doctor names the database that cannot be frozen")
-            # The lock is gone, so the databases can be vacuumed. Autovacuum takes care of template0, which takes no
+            # The lock is gone, so the databases can be vacuumed. Autovacuum does this for `template0`, which accepts no
             # connections.
             for database in ("windrow", "postgres", "template1"):
                 with psycopg.connect(server.superuser_dsn, dbname=database, autocommit=True) as connection:

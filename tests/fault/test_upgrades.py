@@ -2,9 +2,9 @@
 of the first release again. The first release has made the schema. The next release migrates it while routers of both
 releases serve.
 
-There are two pairs of releases. The first pair is an earlier commit of this repository, and this checkout. So its
-migrations are real. The second pair is this checkout and a copy of it. The copy has one more migration, which adds a
-column to every table.
+There are two pairs of releases. The first pair is an earlier commit of this repository and this checkout, so the
+migrations between them are real. The second pair is this checkout and a copy of it. The copy has one more migration,
+which adds a column to every table.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PARTS = ("router", "shard", "clients/python/windrow")
 _MIGRATIONS = "shard/postgres/migrations"
 _numbers = itertools.count(1)
 
-# A migration like those that a release usually has.
+# A migration like the migrations of a usual release.
 _ONE_COLUMN = b"ALTER TABLE windrow.job ADD COLUMN of_the_next_release integer"
 # A migration that breaks statements without column names, and breaks plans that Postgres keeps. It locks all tables
 # until it ends.
@@ -110,8 +110,8 @@ def following(tmp_path: Path, request: pytest.FixtureRequest) -> Release:
 
 @pytest.fixture
 def earlier(tmp_path: Path) -> Release:
-    """The commit before the newest migration was added. It can be upgraded only if its migrations are those of today:
-    before the first release, migrations were still edited."""
+    """Returns the commit before the newest migration was added. The upgrade works only if the migrations of that commit
+    have not been edited since then. Before the first release, migrations were still edited."""
     ours = schema.migrations()
     newest = f"{_MIGRATIONS}/{ours[-1].number:04}_{ours[-1].name}.sql"
     # The newest migration may have been added by a merge.
@@ -212,7 +212,7 @@ def cluster_of(release: Release, postgres: Server, folder: Path) -> Generator[Cl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What clients saw: when calls were due and how long they took, when each job ran, and in which attempt."""
+    """What clients saw: when calls were due, how long the calls took, when each job ran, and in which attempt."""
 
     stored: dict[str, tuple[float, float]]
     ran: dict[str, list[tuple[float, int]]]
@@ -240,7 +240,7 @@ class Seen:
 
 def go_on(log: Path, seconds: float) -> None:
     """Waits until the load of this many seconds is stored."""
-    # Lines of the log may be incomplete while they are written, so only a word is counted.
+    # The last line of the log may be incomplete, so this counts occurrences of a word and does not parse the lines.
     jobs = log.read_bytes().count(b'"stored"') + PER_SECOND * seconds
     until(lambda: log.read_bytes().count(b'"stored"') >= jobs, "the load goes on", within_s=seconds + PATIENCE_S)
 
@@ -281,8 +281,8 @@ def roll_there_and_back(old: Release, new: Release, postgres: Server, folder: Pa
     assert (load.returncode, seen.failed) == (0, []), errors.read_text()
     assert len(seen.stored) > PER_SECOND * CALM_S
     assert seen.stored.keys() - seen.ran.keys() == set(), "jobs that were lost"
-    # A job runs again only if its lease has ended. The number of its attempt then rises. On a busy machine a handler
-    # may begin long after its lease, so the test uses only the shard's times.
+    # A job runs again only if its lease has ended. The new run has a higher attempt number. On a busy machine a handler
+    # may begin long after the start of its lease, so the test uses only the times of the shard.
     assert len(ran_again) == len(again)
     for job in ran_again:
         numbers = [attempt for _, attempt in seen.ran[job.id]]

@@ -50,7 +50,7 @@ def random_flow() -> windrow.Workflow:
 
 
 async def give_signals(client: windrow.Client, flow: windrow.Workflow) -> None:
-    """Gives each signal before or after its node is due, and then once more."""
+    """Gives each signal twice: first before or after its node is due, and then again."""
     names = [node.name for node in flow.nodes if node.is_signal]
     for name in luck.sample(names, len(names)):
         await client.signal(flow.id, name, name)

@@ -1,4 +1,5 @@
-"""Producers and a worker that tests run while routers are upgraded. They use only the client of one release.
+"""Producers and a worker that tests run while routers are upgraded. The producers and the worker use only the client of
+one release.
 
     python tests/fault/upgrade_load.py ORG LOG PER_SECOND ADDRESS...
 
@@ -87,7 +88,7 @@ async def main(org: str, log: Path, per_second: float, addresses: list[str]) -> 
                     producing.create_task(produce(client, number))
             all_stored.set()
             look()
-            # If some jobs never run, the log shows that, so the wait is bounded.
+            # The wait is bounded. If some jobs never run, the log shows this.
             await asyncio.wait([asyncio.create_task(all_ran.wait())], timeout=_LINGER_S_MAX)
             all_ran.set()
             await asyncio.gather(*workers)

@@ -41,9 +41,9 @@ _HELD_S = 60.0
 
 @dataclass(kw_only=True)
 class Work:
-    """The load of `org`, which moves, and of `bystanders`, which are, for each shard, one org that does not move. Each
-    of `clients` uses its own set of routers, and so does each of `stubs`, which never retry. `folder` has only the
-    histories of this work."""
+    """The load of `org`, which moves, and of `bystanders`: one org on each shard that does not move. Each client in
+    `clients` uses its own set of routers. Each stub in `stubs` also uses its own set of routers, and never retries.
+    `folder` has only the histories of this work."""
 
     org: str
     bystanders: Mapping[str, str]
@@ -69,7 +69,7 @@ class Work:
     # ── The org that moves ───────────────────────────────────────────────────────────────────────────────────────────
 
     async def _produce(self) -> None:
-        """Begins one round after another, whether or not the rounds before have succeeded."""
+        """Begins one round after another, even if earlier rounds have failed or have not ended."""
         ways = itertools.cycle([(first, other) for first in self.clients for other in self.clients])
         async with asyncio.TaskGroup() as rounds:
             while not self._enough.is_set():
@@ -77,8 +77,8 @@ class Work:
                 await self._pause()
 
     async def _round(self, first: windrow.Client, other: windrow.Client) -> None:
-        """Enqueues new jobs, and the same jobs again through routers whose copy of the catalog may be older or newer.
-        With dedup keys, also enqueues other jobs."""
+        """Enqueues new jobs, and repeats them through routers whose copy of the catalog may be older or newer. If the
+        jobs have dedup keys, also enqueues other jobs with these keys."""
         jobs = [_new_job(self.org) for _ in range(3)]
         for client in (first, other):
             await self._enqueue(client, [*jobs, _new_job(self.org, key=next(self._keys))])
@@ -96,7 +96,7 @@ class Work:
             await self._pause()
 
     async def hold_leases(self) -> None:
-        """Takes leases that live until `ack_held`."""
+        """Takes leases, which last until `ack_held` is called."""
         await self._enqueue(self.clients[0], [_new_job(self.org, queue=HELD) for _ in range(2)])
         number = self.recorder.begin(Verb.DEQUEUE, self.org, {"window_s": _HELD_S})
         self._held = await self.clients[0].dequeue(HELD, max_jobs=2, visibility_window=_HELD_S)
@@ -106,7 +106,7 @@ class Work:
         assert len(got) == 2
 
     async def ack_held(self) -> None:
-        """Acks the held leases through other routers than those that gave them. The leases are still live."""
+        """Acks the held leases, which have not ended. Uses other routers than those from which the leases came."""
         asked = {"leases": [job.lease.hex() for job in self._held], "span_s": 0.0}
         number = self.recorder.begin(Verb.ACK, self.org, asked)
         answers = [Answer(answer.value) for answer in await self.clients[1].ack(self._held)]

@@ -1,4 +1,5 @@
-"""Explores all interleavings of a model, breadth first. So the first counter-example is one of the shortest."""
+"""Explores all interleavings of a model, breadth first. So the counter-example that is found first is one of the
+shortest."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ class Model(Protocol[S]):
     def start(self) -> S: ...
 
     def steps(self, state: S) -> Iterator[tuple[str, S]]:
-        """Returns every event that can happen next: a description in words, and the state to which the event leads."""
+        """Returns every event that can happen next. An event has a description in words, and the state to which it
+        leads."""
         ...
 
     def broken(self, state: S) -> str | None:
@@ -44,9 +46,10 @@ class Explored:
 
 
 def visit(name: str, model: Model[S]) -> Explored:
-    """Visits every reachable state. Stops at the first state that violates an invariant. If no state does, looks for a
-    state from which the end can never be reached."""
-    # The number of a state is its place in this list. States are large, so each is hashed once for each step to it.
+    """Visits every reachable state. Stops at the first state that violates an invariant. If no state violates one,
+    looks for a state from which the end can never be reached."""
+    # The number of a state is its place in this list. States are large, so they are named by numbers. Each state is
+    # hashed only once for each step that leads to it.
     states = [model.start()]
     numbers = {states[0]: 0}
     # How each state was reached for the first time, and all states that lead to each state.

@@ -1,27 +1,28 @@
 """The protocol that moves a slot, as a model small enough to visit every reachable state.
 
 docs/decisions/0017-moving-slots.md describes what each step writes; here each step is a function from a state to the
-next. `Rule` names the rules that keep a move safe. If any one of them is left out, the search must find a violation
+next. `Rule` names the rules that keep a move safe. If any one rule is left out, the search must find a violation
 (tests/property/test_move_model.py).
 
-The model has one slot, two shards and the catalog. The slot moves there, back, and there again.
+The model has one slot, two shards and the catalog. The slot moves to the other shard, back, and to the other shard
+again.
 
-- Producers repeat the same job, or send another one with the same dedup key. They do so at any time, through routers
-  with any past or present placement. They also send a job whose dedup key belongs to another job by now. A call has
-  three steps, between which other processes can run: it asks the former owners, its statement takes a snapshot, and it
-  commits.
-- Consumers claim wherever a job is visible. They ack and nack, and lose leases. Jobs die, are redriven and cancelled.
-- One balancer has no memory, and may crash and restart between any two steps. Other balancers believe that they lead:
-  each decides on a step, freezes, and runs the step at any later time, or never.
-- Routers start, and grant slots by an old catalog. Callers change a queue's configuration and look jobs up by id,
-  through routers with any old placement.
+- Producers repeat a job, or send another job with its dedup key. They do so at any time, through routers with any past
+  or present placement. They also send a job whose dedup key has been taken by another job. A call has three steps: it
+  asks the former owners, its statement takes a snapshot, and it commits. Other processes can run between these steps.
+- Consumers claim wherever a job is visible. Consumers ack and nack jobs, and lose leases. Jobs die, are redriven and
+  cancelled.
+- One balancer has no memory, and may crash and restart between any two steps. Other balancers wrongly believe that they
+  are the leader. Each of them decides on a step, freezes, and runs the step at any later time, or never.
+- Routers start, and grant slots to shards according to an old catalog. Callers change a queue's configuration and look
+  jobs up by id, through routers with any old placement.
 
-The model has at most two jobs, one slot, two shards, three moves and two frozen balancers. The model has no time. So it
-does not model that a former owner is not asked about an id that is too new for it, because this only saves a question.
-A dedup window has ended from the beginning, or never ends. No database fails inside: a commit is durable, and a
-statement is one step unless the decision record says that it is two. A lease token is only the shard that it names. A
-claim may take any job. The configuration does not change on the source while slots leave it. Orgs that get a slot of
-their own are in tests/models/pins.py.
+The model has at most two jobs, one slot, two shards, three moves and two frozen balancers. The model has no time. In
+production, a router does not ask a former owner about an id that is too new for that shard. The model leaves this out,
+because it only saves a question. A dedup window has ended before the beginning, or never ends. Databases work
+correctly: a commit is durable. A statement is one step, unless the decision record says that it is two steps. Of a
+lease token, the model has only the shard that the token names. A claim may take any job. The configuration does not
+change on the source while slots leave it. Orgs that get a slot of their own are in tests/models/pins.py.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ _READY: Row = "ready"
 class Shard(NamedTuple):
     """One database: what it knows about the slot."""
 
-    # The state in its row of windrow.owned_slot; "unknown": there is no row.
+    # The state in the shard's row of windrow.owned_slot; "unknown": there is no row.
     state: Literal["unknown", "owned", "draining"]
     epoch: int
     # The number of the last chunk that this shard exported or imported.
@@ -132,9 +133,10 @@ class Call(NamedTuple):
     # The job; None: the call changes the configuration.
     job: int | None
     place: Place
-    # The epoch by which the router knows the writer. It is not used any more when the call is admitted.
+    # The epoch with which the router's placement names the writer. After the call is admitted, this field is not used.
     epoch: int = 0
-    # Only for a lookup: the shards that it still has to ask, and how many placements there were when it began.
+    # Only for a lookup: `others` are the shards that the lookup has not asked yet, and `version` is how many placements
+    # there were when it began.
     others: tuple[Place, ...] = ()
     version: int = 0
 
@@ -179,7 +181,7 @@ class State(NamedTuple):
     # All placements so far. The last one is in the catalog.
     history: tuple[Placement, ...]
     shards: tuple[Shard, Shard]
-    # Sorted, because all routers are alike.
+    # The calls are sorted, because all routers are alike, and so the order of the calls does not matter.
     calls: tuple[Call, ...]
     # The steps on which other balancers decided before they froze.
     frozen: tuple[Step, ...]
@@ -204,7 +206,7 @@ class Scenario:
     name: str
     # The dedup key of each job.
     keys: tuple[str | None, ...] = (None,)
-    # Whether the jobs exist from the beginning, or are enqueued later.
+    # Whether the jobs exist from the beginning. Otherwise they are enqueued later.
     jobs_exist: bool = False
     # Whether the first job exists from the beginning and the window of its dedup key has ended, so that another job may
     # take the key.
@@ -331,9 +333,9 @@ class _Model:
                 yield from self._admit(state, Call("asked", None, writer, epoch), state.calls)
 
     def _begin_with_key(self, state: State, job: int) -> Iterator[tuple[str, State]]:
-        """A former owner knows the job only by its dedup key. If no window ends, the call answers with the job of that
-        key. Otherwise the id is looked up first. Some shard knows the id: the first job exists from the beginning, and
-        the second took the key."""
+        """Called if a former owner knows the job only by its dedup key. If no window ends, the call answers with the
+        job that has this key. Otherwise the call first looks the id up. One of the shards knows the id, because the
+        first job exists from the beginning, and the second job took the key."""
         if self._scenario.key_is_free and Rule.IDS_COME_FIRST in self._rules:
             yield from self._begin_lookups(state, job)
         elif self._scenario.key_is_free and job == 0:
@@ -368,7 +370,8 @@ class _Model:
         yield f"{name} admits {what}, by a router that knows epoch {epoch}", _with_call(state, others, admitted)
 
     def _commit(self, state: State, call: Call, others: tuple[Call, ...]) -> tuple[str, State]:
-        """Commits the call. Unique indexes and the second look see the present state. The slot is not checked again."""
+        """Commits the call. Unique indexes and the second lookup see the present state. The call does not check the
+        slot again."""
         shard, name = state.shards[call.place], _NAMES[call.place]
         ended = state._replace(calls=others)
         wrong = "" if shard.state == "owned" else f"I6: {name} writes what is not its own any more"
@@ -392,7 +395,7 @@ class _Model:
             yield from self._look(state, call, state.calls)
 
     def _look(self, state: State, call: Call, others: tuple[Call, ...]) -> Iterator[tuple[str, State]]:
-        """Looks a job up, as GetJobs, CancelJobs, a question about a lease, or an enqueue with a known dedup key do."""
+        """Looks a job up, as GetJobs, CancelJobs, a call about a lease, or an enqueue with a known dedup key does."""
         assert call.job is not None
         name = _NAMES[call.place]
         if self._has(state.shards[call.place], call.job):
@@ -459,7 +462,7 @@ class _Model:
             yield f"a frozen balancer goes on: {step}", self._perform(others, step)
 
     def _decide(self, state: State) -> Iterator[Step]:
-        """Yields the steps that may come next. Only the contents of the databases decide which."""
+        """Yields the steps that may come next. They depend only on the contents of the databases."""
         known = state.placement
         if known.at_rest:
             if known.epoch <= self._scenario.moves:
@@ -557,7 +560,7 @@ class _Model:
             return state
         if Rule.DEPARTING_COMPARES_CHUNKS in self._rules and shard.chunk != step.chunk - 1:
             return state
-        # Jobs that were claimed or finished since the decision stay.
+        # Jobs that were claimed or finished after the decision do not leave.
         there = [(job, dead) for job, dead in step.jobs if self._may_leave(shard.rows[job])]
         there = [(job, dead) for job, dead in there if (shard.rows[job] == "dead") == dead]
         if not there:

@@ -1,16 +1,16 @@
 """How an org gets a slot of its own, as a model small enough to visit every reachable state.
 
-docs/decisions/0017-moving-slots.md describes what each step writes. tests/models/move.py models how one slot moves;
-here there are two slots, the org's hash slot and its own, which move independently. `Rule` names the rules that keep
-this safe. If any one of them is left out, the search must find a violation (tests/property/test_pin_model.py).
+docs/decisions/0017-moving-slots.md describes what each step writes. tests/models/move.py models how one slot moves.
+This model has two slots, the org's hash slot and its own slot, which move independently. `Rule` names the rules that
+keep pinning safe. If any one rule is left out, the search must find a violation (tests/property/test_pin_model.py).
 
 The model has one org with one job and one queue, two shards and the catalog. An operator pins the org at any time.
-Routers with any past or present catalog repeat the job. They also create the org's row, in its hash slot, and the
-queue. Balancers may stop anywhere, and other balancers freeze between a decision and its step. Routers start, and grant
-slots.
+Routers with any past or present catalog repeat the job. Routers also create the org's row, in its hash slot, and the
+queue. A balancer may stop at any place, and other balancers freeze between a decision and its step. Routers start, and
+grant slots to shards.
 
-Chunks, leases, dead jobs, dedup keys and lookups are only in tests/models/move.py. Here jobs leave one shard and arrive
-on the other in one step, and a shard is closed when no enqueue is running there.
+Chunks, leases, dead jobs, dedup keys and lookups are only in tests/models/move.py. In this model, jobs leave one shard
+and arrive on the other in one step. A shard is closed only when no enqueue is running on it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Place = NewType("Place", int)
 _PLACES = (Place(0), Place(1))
 _NAMES = ("A", "B")
 
-# The org's hash slot, or its own.
+# The org's hash slot, or its own slot.
 Slot = NewType("Slot", int)
 _HASH, _OWN = _SLOTS = (Slot(0), Slot(1))
 _CALLED = ("the hash slot", "the org's slot")
@@ -62,7 +62,7 @@ class Known(NamedTuple):
 class Shard(NamedTuple):
     """One database: what it knows about the org."""
 
-    # What the shard knows of each slot.
+    # What the shard knows about each slot.
     known: tuple[Known, Known]
     # The slots in which the shard has the org and the queue; None: the shard does not have it.
     org: Slot | None
@@ -88,7 +88,7 @@ class Catalog(NamedTuple):
     """One version of the catalog."""
 
     epoch: int
-    # The placement of each slot. The org's own slot is here from the pin on.
+    # The placement of each slot. After the org is pinned, this includes the org's own slot.
     placements: tuple[Placement, ...]
     # The epoch at which the org was pinned; 0: the org was not pinned.
     pinned: int = 0
@@ -125,7 +125,8 @@ class Step(NamedTuple):
     epoch: int
     source: Place
     target: Place
-    # Only for "open": whether the source has the org in this slot and the queue, and the queue's configuration there.
+    # Only for "open": whether the source has the org in this slot, whether it has the queue, and how the queue is
+    # configured there.
     has_org: bool = False
     has_queue: bool = False
     paused: bool = False
@@ -155,7 +156,7 @@ class State(NamedTuple):
     # All versions so far. The last one is the present catalog.
     history: tuple[Catalog, ...]
     shards: tuple[Shard, Shard]
-    # Sorted, because all routers are alike.
+    # The calls are sorted, because all routers are alike, and so the order of the calls does not matter.
     calls: tuple[Call, ...]
     frozen: tuple[Step, ...]
     # How often the job was stored as a live job.
@@ -174,7 +175,7 @@ class Scenario:
     """The processes and slots of an exploration. Each scenario is small, so that all are explored within seconds."""
 
     name: str
-    # Whether the hash slot has come from B, where the org had a queue and the job, which is finished.
+    # Whether the hash slot has come from shard B. If so, the org had a queue and the finished job on B.
     lived_on_b: bool = False
     # How often each slot moves.
     moves: tuple[int, int] = (1, 1)
@@ -204,7 +205,7 @@ class _Model:
         self._rules = rules
 
     def start(self) -> State:
-        """The hash slot is at rest on A."""
+        """Returns the first state. The hash slot is at rest on A."""
         moved = self._scenario.lived_on_b
         epoch = 2 if moved else 1
         nothing = Known("unknown", 0)
@@ -300,7 +301,7 @@ class _Model:
                     assert_never(call.stage)
 
     def _come(self, state: State, call: Call, others: tuple[Call, ...]) -> Iterator[tuple[str, State]]:
-        """Lets a call come to its shard. If the org is missing, creates it in its hash slot. If the queue is missing,
+        """The call reaches its shard. If the org is missing, creates it in its hash slot. If the queue is missing,
         creates it too. A call that the shard refuses changes nothing."""
         name, shard = _NAMES[call.place], state.shards[call.place]
         if shard.queue is None:
@@ -363,7 +364,7 @@ class _Model:
             yield f"a frozen balancer goes on: {step}", self._perform(others, step)
 
     def _decide(self, state: State, slot: Slot) -> Iterator[Step]:
-        """Yields the step that comes next for a slot. Only the contents of the databases decide which."""
+        """Yields the step that comes next for a slot. It depends only on the contents of the databases."""
         known = state.catalog.placements[slot]
         if known.at_rest:
             if self._moved(state, slot) < self._scenario.moves[slot]:

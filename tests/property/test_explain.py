@@ -1,5 +1,5 @@
-"""For any order of enqueues and attempts that Hypothesis generates, every live job has a cause. The jobs that are said
-to be ahead of a ready job are those that claims take before it."""
+"""For any order of enqueues and attempts that Hypothesis generates, every live job has a cause. For each ready job, the
+jobs that are reported to be ahead of it are the jobs that claims take before it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ batches = st.lists(
     min_size=1,
     max_size=4,
 )
-# Attempts after each batch, at some of the jobs that are ready by then.
+# Attempts after each batch of enqueues, for some of the jobs that are ready at that time.
 attempts = st.lists(st.tuples(st.integers(0, 4), st.sampled_from(_HOW)), min_size=1, max_size=4)
 
 

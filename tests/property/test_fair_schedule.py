@@ -1,4 +1,4 @@
-"""The shares of a pool of workers that orgs get by the schedule alone: workers, jobs and time are simulated."""
+"""The shares of a pool of workers that orgs get from the schedule. Workers, jobs and time are simulated."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def test_an_org_whose_jobs_are_handed_over_gets_no_more_than_one_with_a_backlog(
     pool = Pool(workers=workers, job_s=lambda _: draw.uniform(0.1, 2.0))
     waiting, handed = orgs(2)
     pool.enqueue(waiting, 1_000_000)
-    # The other org always has one more new job than it may hand over.
+    # The other org always has one more new job than may be handed over.
     pool.hand_over = handed
     pool.run(2_000.0)
     assert pool.seconds[handed] == pytest.approx(pool.seconds[waiting], abs=2 * (workers + 1) * 2.0)
@@ -313,7 +313,7 @@ def test_an_org_does_not_save_up_hand_overs_while_it_has_no_jobs() -> None:
 
 def test_an_org_that_is_ready_on_another_shard_stays_ready_when_a_job_is_handed_over() -> None:
     schedule, (org, busy) = Schedule(), orgs(2)
-    # Its leases take no time at all, so nothing is charged for the next one.
+    # The leases of the org take no time, so nothing is charged for its next lease.
     schedule.began(org, "first", now_s=0, until_s=60)
     schedule.ended("first", now_s=0)
     schedule.ready(org, OTHER)

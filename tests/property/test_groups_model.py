@@ -38,7 +38,7 @@ class GroupsMachine(RuleBasedStateMachine):
         self.stores = [Store(self.database), Store(self.database)]
         # For each group, its due jobs in order. The first job has the group slot.
         self.lines: dict[str, list[JobId]] = {group: [] for group in GROUPS}
-        # For each group, the jobs that were never due, or were postponed.
+        # For each group, the jobs that have not been due yet, or were postponed.
         self.scheduled: dict[str, set[JobId]] = {group: set() for group in GROUPS}
         # The first jobs of groups, while they back off.
         self.later: set[JobId] = set()

@@ -1,5 +1,5 @@
-"""Visits every reachable state of the protocol that moves a slot. Then leaves out each rule of the protocol, and must
-find a violation.
+"""Visits every reachable state of the protocol that moves a slot. Then leaves out one rule of the protocol after
+another, and must find a violation each time.
 
 `-s` prints the counter-examples.
 """
@@ -14,7 +14,7 @@ from tests.models.move import EVERY_RULE, SCENARIOS, Rule, Scenario, explore
 
 PAUSED, LOOKED_UP, THERE_AND_BACK, CHUNKS, TWINS, RETRIED, KEY_TAKEN = SCENARIOS
 
-# For each rule: the invariant that is violated without it, and the scenario that shows the violation.
+# For each rule: the invariant that is violated without the rule, and the scenario that shows the violation.
 BREAKS: Mapping[Rule, tuple[str, Scenario]] = {
     Rule.ENQUEUES_NEED_AN_OWNED_SLOT: ("I6", TWINS),
     Rule.ENQUEUES_COMPARE_EPOCHS: ("I3", TWINS),
@@ -48,7 +48,7 @@ BREAKS: Mapping[Rule, tuple[str, Scenario]] = {
 }
 
 
-# This visits only states of the model. So a change of the product cannot break it.
+# This test runs only code of the model. So a change of the product cannot break it.
 @pytest.mark.turns(3)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_no_interleaving_breaks_an_invariant(scenario: Scenario) -> None:

@@ -1,6 +1,6 @@
-"""Work continues while slots move there and back, orgs get slots of their own, and balancers die. Each job is stored
-once and acked once, even if the placements that routers have are old (I1, I2, I3, I5, I6). What happens when depends on
-a seed, and on the scheduling of the databases."""
+"""Work continues while slots move between two shards, orgs get their own slots, and balancers die. Each job is stored
+once and acked once, even if the placements that routers have are old (I1, I2, I3, I5, I6). The order of events depends
+on a seed, and on the timing of the databases."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ async def test_each_job_is_stored_once_and_acked_once_while_slots_move(pair: Pai
         finally:
             over.set()
     assert late.refused
-    # Finishes all jobs that are left, including those that are leased.
+    # Finishes all remaining jobs, including the leased ones.
     left = {job for job in told.stored if not told.acked[job]}
     await current[0].learn()
     async with asyncio.timeout(PATIENCE_S):

@@ -1,5 +1,5 @@
-"""Visits every reachable state of the protocol that gives an org a slot of its own. Then leaves out each rule of the
-protocol, and must find a violation.
+"""Visits every reachable state of the protocol that gives an org a slot of its own. Then leaves out one rule of the
+protocol after another, and must find a violation each time.
 
 `-s` prints the counter-examples.
 """
@@ -14,7 +14,7 @@ from tests.models.pins import EVERY_RULE, SCENARIOS, Rule, Scenario, explore
 
 ENQUEUED, LIVED_ELSEWHERE, COMES_AND_GOES, PAUSED = SCENARIOS
 
-# For each rule: the invariant that is violated without it, and the scenario that shows the violation.
+# For each rule: the invariant that is violated without the rule, and the scenario that shows the violation.
 BREAKS: Mapping[Rule, tuple[str, Scenario]] = {
     Rule.PINNED_AT_REST: ("I1", ENQUEUED),
     Rule.FORMER_OWNERS_ARE_INHERITED: ("I3", LIVED_ELSEWHERE),
@@ -29,7 +29,7 @@ BREAKS: Mapping[Rule, tuple[str, Scenario]] = {
 }
 
 
-# This visits only states of the model. So a change of the product cannot break it.
+# This test runs only code of the model. So a change of the product cannot break it.
 @pytest.mark.turns(3)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_no_interleaving_breaks_an_invariant(scenario: Scenario) -> None:

@@ -1,5 +1,5 @@
-"""Any order of firings, calls of operators and ends of jobs, through two routers at the same time: no instant is stored
-twice, none is forgotten (I10), and no run waits for ever."""
+"""Schedules fire, operators make calls and jobs end in any order, through two routers at the same time. No instant is
+stored twice, no instant is forgotten (I10), and no run waits for ever."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ACTS = ("fire", "fire", "fire", "trigger", "backfill", "backfill", "end one", "
 
 @pytest.fixture
 async def routers(module_dsn: str, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[list[Shard], None]:
-    # The test looks at all runs.
+    # The test looks at all runs, so the shard must keep them all.
     for module in ("schedule_admin", "run_writer", "due_schedules"):
         monkeypatch.setattr(f"shard.schedules.{module}.RUNS_KEPT", 10_000)
     databases = [Database(SHARD, module_dsn, connections=3) for _ in range(2)]

@@ -1,6 +1,6 @@
 """Compares the store with a model, for any order of calls that Hypothesis generates: fencing (I2), idempotent enqueue
-(I3), isolation (I4) and conservation (I5). The calls go through two routers with memories of their own, one by one or
-several at the same time. Some jobs are handed over.
+(I3), isolation (I4) and conservation (I5). The calls go through two routers that share no memory. Calls are made one by
+one, or several at the same time. Some jobs are handed over.
 
 Only tests/timemachine.py makes time pass. The guard of the floors is zero, so that a floor which is too high by one
 microsecond loses a job.
@@ -66,7 +66,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """A job as its producer asks for it."""
+    """A job as its producer has requested it."""
 
     id: JobId
     org: OrgId
@@ -77,7 +77,7 @@ class Wish:
     max_attempts: int | None
     expires: bool
     key: str | None
-    # Whether the key is a live key: it counts while its job is live, and not for a window.
+    # Whether the key is a live key. A live key counts while its job is live, and not for a window.
     while_live: bool
 
     @property
@@ -92,7 +92,7 @@ class Job:
     # The step that made the job visible. It orders the claims of one lane.
     since: int
     attempt: int = 0
-    # The number of the latest lease. If the state is "ready", the lease has ended and nobody has recorded its end.
+    # The number of the latest lease. If the state is "ready", the lease has ended, but its end has not been recorded.
     lease: int | None = None
     expires: bool = False
     past_expiry: bool = False
@@ -181,7 +181,7 @@ class Asked(NamedTuple):
 
 @dataclass(kw_only=True)
 class Memory:
-    """The model: the state that the producers' and consumers' calls should have led to."""
+    """The model: the state that should be the result of the calls of producers and consumers."""
 
     model: dict[JobId, Job] = field(default_factory=dict[JobId, Job])
     # For each dedup key: the job that holds it, and whether its window still lasts.
@@ -189,7 +189,7 @@ class Memory:
         default_factory=dict[tuple[OrgId, QueueName, str | None], tuple[JobId, bool]]
     )
     queues: set[tuple[OrgId, QueueName]] = field(default_factory=set[tuple[OrgId, QueueName]])
-    # Every lease that a consumer was ever given, live or not.
+    # Every lease that a consumer has ever got, whether or not it is still live.
     given: list[Held] = field(default_factory=list[Held])
 
 
@@ -217,9 +217,9 @@ def world(module_dsn: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
             runner.run(each.close())
 
 
-# What Hypothesis draws must not depend on the state. Otherwise two runs of one example could differ, because Postgres
-# breaks ties differently or two stores come in another order. So examples draw numbers. A number modulo the number of
-# candidates selects a candidate.
+# The values that Hypothesis generates must not depend on the state. Otherwise two runs of one example could differ,
+# because Postgres may return equal rows in another order, or two stores may run in another order. So Hypothesis
+# generates numbers. A number modulo the number of candidates selects a candidate.
 numbers = st.integers(0, 999)
 given_picks = st.lists(
     st.tuples(st.sampled_from(("live", "overtaken", "ended", "any")), numbers), min_size=1, max_size=4
@@ -243,7 +243,7 @@ wishes: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         "while_live": st.booleans(),
     }
 )
-# The fields that a repeated job changes. Mostly it changes none.
+# The fields that a repeated job changes. In most cases it changes no field.
 changed: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.just({}),
     st.fixed_dictionaries(
@@ -295,8 +295,8 @@ class StoreMachine(RuleBasedStateMachine):
         return self.memory.queues
 
     def some_given(self, picks: Sequence[tuple[str, int]]) -> list[Held]:
-        """Returns leases for one call. Each is live, replaced by a newer lease, ended without a later claim, or any
-        lease."""
+        """Returns leases for one call. Each lease is of one of four types: live, replaced by a newer lease, ended
+        without a later claim, or any."""
         pools: dict[str, list[Held]] = {}
         for held in self.given:
             job = self.model[held.job]
@@ -314,7 +314,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     # Producers
 
-    # Only two rules: Hypothesis leaves out rules at random, and without claims nothing interesting happens.
+    # There are only two rules here, because Hypothesis leaves out rules at random, and without claims nothing
+    # interesting happens.
 
     @initialize(store=stores_, data=st.data())
     def begin(self, store: int, data: st.DataObject) -> None:
@@ -382,7 +383,7 @@ class StoreMachine(RuleBasedStateMachine):
         )
         for sent in calls:
             assert len(sent.told) == bool(sent.takers), "told exactly once"
-        # The result must be that of the same calls made one after another, in some order.
+        # The result must be as if these calls had been made one after another, in some order.
         before = self.memory
         for order in itertools.permutations(range(len(calls))):
             self.memory = copy.deepcopy(before)
@@ -393,15 +394,16 @@ class StoreMachine(RuleBasedStateMachine):
 
     def enqueued(self, sent: Sent, answer: dict[int, JobId], before: Mapping[JobId, Job]) -> bool:
         """Applies a batch to the model. Returns whether the model explains the answer and the report of the handover.
-        `before`: the jobs that were stored before all calls of the moment."""
+        `before`: the jobs that were stored before any of the simultaneous calls."""
         holders = [self.holder(wish) for wish in sent.wishes]
         known, handed = self.stored(sent.wishes, sent.takers)
         told = {at for each in sent.told for at in each.positions}
         if told != handed or known.keys() != answer.keys():
             return False
-        # Another call may store the job at the same moment. Then this call may know the job by its own id instead of
-        # its key: a call looks up afterwards what it did not store, and an id wins over a key. Or it may know the job
-        # by its key, if it looked the key up just before the other call stored the id with another key.
+        # Another call may store the job at the same moment. In this case, there are two possible answers. This call may
+        # find the job by its id and not by its key, because a call afterwards looks up the jobs that it did not store,
+        # and an id has precedence over a key. Or this call may find the job by its key, if it looked the key up just
+        # before the other call stored the id with another key.
         return all(
             answer[at] in (known_as, sent.wishes[at].id)
             or (answer[at] == holders[at] and sent.wishes[at].id not in before)
@@ -410,7 +412,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def stored(self, wishes_: Sequence[Wish], takers: dict[int, int]) -> tuple[dict[int, JobId], set[int]]:
         """Returns the positions of known jobs with their ids, and the positions of jobs that were leased to their
-        takers. A job that is not stored leaves nothing behind."""
+        takers. A job that is not stored has no effect."""
         known: dict[int, JobId] = {}
         handed: set[int] = set()
         # If a call names a job twice, none of its jobs is promised.
@@ -418,7 +420,7 @@ class StoreMachine(RuleBasedStateMachine):
         named: dict[JobId, JobId] = {}
         for at, wish in enumerate(wishes_):
             if wish.id in named:
-                # The answer is the same as for the position at which the call named the job first.
+                # The answer is the one for the position at which the call named the job first.
                 known[at] = named[wish.id]
             elif wish.id in self.model:
                 known[at] = wish.id
@@ -438,7 +440,7 @@ class StoreMachine(RuleBasedStateMachine):
         return known, handed
 
     def holder(self, wish: Wish) -> JobId | None:
-        """Returns the job that has this wish's dedup key."""
+        """Returns the job that has the dedup key of the wish."""
         if wish.key is None:
             return None
         if wish.while_live:
@@ -499,7 +501,7 @@ class StoreMachine(RuleBasedStateMachine):
     def check_claim(
         self, ask: Asked, taken: ClaimResult, ready: dict[JobId, Job], left: Sequence[Job], *, complete: bool
     ) -> None:
-        """Checks one answer. `left`: the jobs that were ready all the time and that nobody got."""
+        """Checks one answer. `left`: the jobs that were ready during the whole call and that no consumer got."""
         jobs = [ready[job.id] for job in taken.jobs]
         assert all(job.wish.org == ask.org and job.wish.queue in ask.queues for job in jobs)
         left = [job for job in left if job.wish.org == ask.org and job.wish.queue in ask.queues]
@@ -507,7 +509,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert len(jobs) <= ask.max_jobs
         if complete and len(jobs) < ask.max_jobs:
             assert left == []
-        # Higher priorities come first, and in each lane the oldest jobs. The answer has this order.
+        # Jobs of higher priorities come first. In each lane, the oldest jobs come first. The answer has this order.
         for job in jobs:
             assert all(job.wish.priority <= other.wish.priority for other in left)
             lane = job.wish.queue, job.wish.priority
@@ -520,8 +522,8 @@ class StoreMachine(RuleBasedStateMachine):
         return job.wish.org == org and job.state == "leased" and job.lease == held.number
 
     def missed(self, held: Held, org: OrgId, same: Outcome | None) -> Answer:
-        """Returns the answer for a lease that is not live. The answer is OK if a call of the same kind had ended the
-        lease."""
+        """Returns the answer for a lease that is not live. The answer is OK if an earlier call of this verb has ended
+        the lease."""
         job = self.model[held.job]
         if job.wish.org != org:
             return Answer.NOT_FOUND
@@ -534,7 +536,7 @@ class StoreMachine(RuleBasedStateMachine):
         return self.orgs[self.orgs.index(org) - 1] if foreign else org
 
     def end_or_extend(self, stores: Sequence[int], foreign: Sequence[bool], data: st.DataObject) -> None:
-        """Makes consumers' calls with leases, live or not, and rarely in another org's name."""
+        """Makes consumers' calls with leases, which may be live or not. A few calls name another org."""
         how = data.draw(st.sampled_from(("ack", "nack", "extend", "release", "snooze")))
         picks = [data.draw(given_picks) for _ in stores]
         drawn = data.draw(st.lists(hows, min_size=4, max_size=4))
@@ -719,7 +721,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.stores[store] = Store(self.world.database)
 
     def explain(self, org: int, store: Store) -> None:
-        """Checks that every job has a cause, and that the first cause is the one that its state calls for."""
+        """Checks that every job has a cause, and that the first cause fits the state of the job."""
         tenant = self.orgs[org]
         for job in self.of(tenant, *LIVE, "succeeded", "dead", "cancelled"):
             facts = self.do(store.explain_job(tenant, job.wish.id))

@@ -1,6 +1,7 @@
-"""Compares workflows with a model: random graphs, whose nodes end in any order that Hypothesis generates, through two
-routers. After every act exactly those nodes run that the model names. No sweep runs, so nothing repairs a workflow.
-There is one exception: if portions have at most two jobs, sweeps do the rest of a fold."""
+"""Compares workflows with a model. The graphs are random, and their nodes end in any order that Hypothesis generates,
+through two routers. After every act, the nodes that run are exactly the nodes that the model names. No sweep runs, so
+nothing repairs a workflow. There is one exception: if the portions of a fold have at most two jobs, sweeps do the rest
+of the fold."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ class Model:
     ended: dict[str, str] = field(default_factory=dict[str, str])
     # Nodes whose jobs are live and wait for no other node.
     free: set[str] = field(default_factory=set[str])
-    # The nodes that wait for signals, and those of them that have had one.
+    # `signals`: the nodes that wait for signals. `signalled`: the nodes that have got a signal.
     signals: set[str] = field(default_factory=set[str])
     signalled: set[str] = field(default_factory=set[str])
     cancelled: bool = False
@@ -59,7 +60,8 @@ class Model:
     paused: bool = False
 
     def settle(self) -> None:
-        """Ends and frees the nodes that must end or be freed after the ends so far, until nothing changes."""
+        """Ends and frees all nodes that must end or be freed because of the nodes that have ended. Repeats this until
+        nothing changes."""
         changed = True
         while changed:
             changed = False
@@ -126,9 +128,9 @@ class WorkflowsMachine(RuleBasedStateMachine):
         )
         self.routers[1].know(self.flow)
         self.callbacks: set[str] = set()
-        # The graph that each node has added last.
+        # For each node: the graph that the node added in its latest call.
         self.added: dict[str, Edges] = {}
-        # The graph for which each node has waited last, with the policy of that wait.
+        # For each node: the last graph for which it has waited, with the policy of that wait.
         self.waited: dict[str, tuple[Edges, OnFailed]] = {}
         self.compare()
 
@@ -205,7 +207,7 @@ class WorkflowsMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 99), router=st.integers(0, 1))
     def signal(self, number: int, router: int) -> None:
-        """Gives a signal early, in time or again. A signal that comes too late is refused."""
+        """Gives a signal before its node waits for it, in time, or again. A signal that comes too late is refused."""
         if not self.model.signals:
             return
         node = sorted(self.model.signals)[number % len(self.model.signals)]
@@ -353,7 +355,7 @@ class WorkflowsMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 5))
     def cancel_all(self, number: int) -> None:
-        """Cancels the workflow, but rarely, because that ends everything."""
+        """Cancels the workflow. This happens rarely, because it ends the whole example."""
         if number or self.model.state != "running":
             return
         flows = self.routers[1]

@@ -1,5 +1,5 @@
 # ruff: noqa: N802 - the verbs are named by the contract
-"""A router that answers what a test tells it to, in the test's own process. Knows nothing of queues."""
+"""A fake router that runs in the test's own process and gives the answers that a test sets. It has no queues."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from windrow import uuid7
 from windrow.v1 import job_pb2, queue_pb2, server_pb2
 from windrow.v1.queue_pb2_grpc import QueueServicer, add_QueueServicer_to_server
 
-# Upper bound of a wait. Only work that hangs reaches it.
+# The longest time for which a test waits. A test reaches this limit only if something hangs.
 WAIT_S = 30.0
 Script = Callable[[Any, Any], Awaitable[Any]]
 
@@ -40,7 +40,7 @@ class FakeStream:
         self.sent = 0
         self.half_closed = False
         self.began = time.monotonic()
-        # Jobs to send after the consumer has closed its side, as if they had been on their way.
+        # Jobs to send after the consumer has closed its side, as if the router had sent them before that.
         self.parting: list[job_pb2.LeasedJob] = []
         # The status with which the stream ended; None while the stream lasts.
         self.ended: StatusCode | None = None
@@ -178,7 +178,7 @@ class FakeRouter:
         return [request for called, request in self.requests if called == verb]
 
     def settled(self, verb: str) -> list[str]:
-        """Returns the ids of the jobs that a verb was called for, in order."""
+        """Returns the ids of the jobs for which this verb was called, in the order of the calls."""
         entries = [one for message in self.of("Consume") for one in getattr(message, _LEASE_VERBS[verb].stream_field)]
         return [(one if isinstance(one, bytes) else one.lease).decode() for one in entries]
 
@@ -241,7 +241,7 @@ class FakeRouter:
 async def fake_router(address: str = "127.0.0.1:0") -> AsyncGenerator[FakeRouter]:
     router = FakeRouter()
     options = (
-        # A test that gives a port has it from reserved_address(), which holds the port with SO_REUSEPORT.
+        # If a test gives a port, the port is from `reserved_address()`, which has bound it with SO_REUSEPORT.
         ("grpc.so_reuseport", int(not address.endswith(":0"))),
         ("grpc.max_receive_message_length", 17 << 20),
         # A client may ping this router as often as a real router.

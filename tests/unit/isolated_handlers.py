@@ -78,7 +78,7 @@ def logs_and_crashes(job: Job) -> None:
 def forks_and_crashes(job: Job) -> None:
     child = os.fork()
     if child == 0:
-        # The child has inherited the pipe to the worker, and keeps it open.
+        # The child has inherited the pipe to the worker, and keeps the pipe open.
         threading.Event().wait()
     job.log(f"forked {child}")
     os.kill(os.getpid(), signal.SIGKILL)

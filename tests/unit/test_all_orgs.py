@@ -1,4 +1,5 @@
-"""The list of all orgs, merged from the shards: each org once, in order, also while an org moves."""
+"""The list of all orgs, merged from the lists of the shards. Each org is listed once, and in order, even while the org
+moves."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ AGE_US = {"s1": 5, "s2": 7, "s3": 1}
 
 
 class Shard:
-    """A shard whose orgs have these figures. It is both the handle of the shard and its administration."""
+    """A shard whose orgs have these figures. This class replaces the handle of the shard and the administration of the
+    shard."""
 
     def __init__(self, name: ShardName, orgs: dict[OrgId, OrgFigures]) -> None:
         self.name, self.orgs, self.away = name, orgs, False

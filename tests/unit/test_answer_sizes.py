@@ -56,20 +56,22 @@ METHODS = {
     for method in of_module.methods
     if not method.client_streaming
 }
-# The routes and shards end these answers when they have ANSWER_BYTES_MAX bytes.
+# The router ends each of these answers when it has ANSWER_BYTES_MAX bytes.
 ENDS_AT_ANSWER_BYTES = {
     "windrow.v1.Queue.GetJobs",
     "windrow.v1.Queue.FindJob",
     "windrow.v1.Admin.ListJobs",
     "windrow.v1.Workflows.ListParents",
 }
-# These answers begin with an unbounded part: jobs, for which a Dequeue and a WaitJob reserve memory while they run.
+# The size of the jobs in these answers has no bound here. A Dequeue and a WaitJob reserve memory for the jobs while
+# they run.
 RESERVE_LATER = {"windrow.v1.Queue.Dequeue", "windrow.v1.Queue.WaitJob"}
 
-# A cluster may have more shards; an answer that names all of them then has room because its other parts are smaller.
+# A cluster may have more shards. In that case, an answer that names all shards still has room, because its other fields
+# are smaller than the largest possible ones.
 SHARDS = 100
 ATTRIBUTES = limit(job_pb2.JobTemplate, "attributes", Rule.MAP_MAX_PAIRS)
-# How long texts are in bytes, by field.
+# The largest length of a text in bytes, by field.
 TEXTS = {
     # An org that is being erased has another name, which is a little longer (shard/history/erasure.py).
     "org": 160,
@@ -102,7 +104,7 @@ TEXTS = {
     "ListOrgsResponse.next_page_token": 2048,
     "Failure.type": limit(job_pb2.Failure, "type", Rule.STRING_MAX_BYTES),
     "Failure.message": limit(job_pb2.Failure, "message", Rule.STRING_MAX_BYTES),
-    # Causes leave the stack out.
+    # The failure in a cause has no stack.
     "Failure.stack": 0,
     "payload": 65_536,
     "cron": 256,
@@ -118,7 +120,7 @@ TEXTS = {
     "consume_lists": 64,
     "metricName": 64,
 }
-# How many items lists have, by field.
+# The largest number of items in a list, by field.
 ITEMS = {
     # The shards where an org is, and the shards that the org has left.
     "unavailable_shards": 16,
@@ -127,10 +129,10 @@ ITEMS = {
     "EnqueueResponse.results": limit(queue_pb2.EnqueueRequest, "jobs", Rule.REPEATED_MAX_ITEMS),
     "RestoreJobsResponse.results": limit(admin_pb2.RestoreJobsRequest, "jobs", Rule.REPEATED_MAX_ITEMS),
     "ListQueuesResponse.queues": limit(admin_pb2.ListQueuesRequest, "page_size", Rule.INT32_LTE),
-    # 1,000 of each shard, and the shards of an org have most of its queues in common.
+    # Each shard gives at most 1,000 queues. Most queues of an org are on all shards of the org.
     "GetStatsResponse.queues": 4 * 1000,
     "quarantines": 1000,
-    # Each sort of cause occurs at most once, except causes about quarantined kinds and about shards that do not answer.
+    # Each type of cause occurs at most once, except causes about quarantined kinds and about shards that do not answer.
     "causes": 16,
     "taken_kinds": 20,
     "waits_for": 10,
@@ -155,7 +157,7 @@ ITEMS = {
     "AddNodesResponse.job_ids": limit(workflows_pb2.AddNodesRequest, "nodes", Rule.REPEATED_MAX_ITEMS),
     "workflows": limit(workflows_pb2.ListWorkflowsRequest, "page_size", Rule.INT32_LTE),
     "ListNodesResponse.nodes": limit(workflows_pb2.ListNodesRequest, "page_size", Rule.INT32_LTE),
-    # All nodes of a page have 20,000 edges together.
+    # The nodes of a page have at most 20,000 edges in total.
     "NodeInfo.after": 20,
     "metricSpecs": 1,
     "metricValues": 1,
@@ -176,7 +178,7 @@ def largest(message: Descriptor) -> int:
 
 
 def size(field: FieldDescriptor) -> int:
-    # The bytes of the tag, and of the length in front of texts and messages.
+    # `around`: the bytes of the tag, and of the length in front of texts and messages.
     around = 2 if field.number < 16 else 3
     message = field.message_type
     match field.cpp_type:
@@ -253,7 +255,7 @@ def test_a_refused_job_takes_no_more_memory_than_is_reserved_for_it() -> None:
 
 
 def serving(bytes_max: int) -> Call:
-    """Returns the call that the current task serves, in a buffer of this size."""
+    """Returns a call that the current task serves. The buffer of the call has this size."""
     call = Call(Buffer(bytes_max), peer="ipv4:10.0.0.1:1")
     call.org = ORG
     call.set_current()

@@ -1,4 +1,4 @@
-"""Array literals: their text, and that psycopg's parser reads them back unchanged."""
+"""The texts of array literals. The parser of psycopg reads the values back unchanged."""
 
 from __future__ import annotations
 

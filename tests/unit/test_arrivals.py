@@ -44,7 +44,7 @@ def test_no_byte_counts_as_done_with_while_a_call_goes_on_that_may_hold_it() -> 
         call(arrivals, 10)
     assert arrivals.done[PEER] == 30
     arrivals.end(PEER, unfinished)
-    # The count reaches the first of the three goals. The other two goals were ignored, because a connection has only
+    # The count reaches the first of the three goals. The other two goals were ignored, because a connection has at most
     # one goal at a time.
     assert arrivals.done[PEER] == 1_000_030
 

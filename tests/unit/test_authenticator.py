@@ -71,7 +71,7 @@ class Catalog:
 
 
 class Caller:
-    """The context of a call with this metadata."""
+    """The gRPC context of a call with this metadata."""
 
     def __init__(self, *tokens: str, peer: str = "ipv4:10.0.0.1:1") -> None:
         self._metadata = [("authorization", f"Bearer {token}") for token in tokens]

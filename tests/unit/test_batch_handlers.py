@@ -43,7 +43,7 @@ from windrow.testing import run_job
 from windrow.v1 import job_pb2, queue_pb2
 
 HOUR_S = 3600.0
-# Too long: a test whose batch waits for this time fails by its own time limit.
+# A test whose batch waits for this time fails, because the time limit of the test is shorter.
 NEVER_S = 60.0
 
 
@@ -237,7 +237,7 @@ async def test_a_batch_that_takes_too_long_fails_as_a_whole(
         finish.wait(WAIT_S)
         reasons.extend(job.lost.reason for job in jobs)
 
-    # Long enough for a busy machine to begin the thread.
+    # The timeout is long, so that even a busy machine starts the thread before it ends.
     handler = worker.batch_handler("work", max_jobs=2, max_wait=NEVER_S, timeout=0.5)
     handler(hangs_in_a_thread if in_thread else hangs)
     for _ in range(2):
@@ -394,7 +394,7 @@ async def test_a_job_that_waits_too_long_for_a_batch_goes_back_uncounted(router:
 
 
 async def test_leases_of_a_batch_are_extended_and_its_jobs_report_and_log(router: FakeRouter, client: Client) -> None:
-    # Long enough for a busy machine to extend the leases in time.
+    # The window is long, so that even a busy machine extends the leases in time.
     worker = Worker(client, "q", visibility_window=1.5)
     finish = asyncio.Event()
 

@@ -25,7 +25,7 @@ def _plan(*arguments: str) -> Any:
 
 def test_without_a_name_every_scenario_is_measured_with_every_peer() -> None:
     parts = read_order([]).parts
-    # The scenario `dashboards` measures nothing.
+    # The scenario `dashboards` is left out, because it measures nothing.
     assert list(dict.fromkeys(name for name, _ in parts)) == [name for name in SCENARIOS if name != "dashboards"]
     assert set(PEERS) <= set(parts[0][1].systems)
 

@@ -110,7 +110,7 @@ def test_a_throughput_table_compares_windrow_with_each_other_round_by_round() ->
     ours, theirs = ([dict(zip(made.head, row, strict=True)) for row in made.rows])[:2]
     assert ours["jobs/s (min – max)"] == "300 (200 – 400)"
     assert ours["Windrow ÷ it"] == ""
-    # The median of 0.5 and 0.8, not the ratio of the medians.
+    # This is the median of the ratios 0.5 and 0.8, and not the ratio of the medians.
     assert theirs["Windrow ÷ it"] == "0.65"
     assert (theirs["producer µs"], theirs["worker µs"]) == ("10.0", "15.0")
     assert theirs["Postgres µs"] == "30.0"

@@ -59,11 +59,11 @@ def test_a_phase_has_what_was_due_in_it() -> None:
         dequeues=[],
     )
     found = figures(seen, PHASE, moved={"5"}, watched={"0"})
-    # One job of the watched org, and ten jobs of the other org.
+    # The producers stored one job of the watched org, and ten jobs of the other org.
     assert found.stored_per_s == pytest.approx(1.1)
     assert found.pickup is not None
     assert found.pickup.jobs == 2
-    # A failed enqueue and a worker's failed call. Calls that succeeded after retries are counted separately.
+    # An enqueue and a call of a worker have failed. Calls that succeeded after retries are counted separately.
     assert found.failed == 2
     assert found.retries == Counter({_UNAVAILABLE: 1})
     assert (found.longest_stayed_s, found.longest_moved_s) == pytest.approx((0.5, 0.1))

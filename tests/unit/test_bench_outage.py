@@ -29,7 +29,8 @@ def call(org: int, due_s: float, took_s: float = 0.01, code: str = OK, verb: Ver
 
 
 def an_outage() -> list[Call]:
-    """One call per org and second. Calls of s2's orgs fail at once, from the kill until 2 s after the restart."""
+    """Returns one call per org and second. The calls of the orgs on s2 fail without delay, from the kill until 2 s
+    after the restart."""
     calls: list[Call] = []
     for at in range(100, 130):
         calls.append(call(0, at + 0.1))
@@ -68,7 +69,7 @@ def test_an_answer_that_is_neither_ok_nor_unavailable_is_odd() -> None:
 
 
 def test_an_org_is_served_again_when_nothing_fails_any_more() -> None:
-    # One org has one more failure, long after the outage.
+    # One org has another failure, long after the outage.
     calls = [*an_outage(), call(1, 127.5, code=UNAVAILABLE)]
     assert outcome(STRIKE, calls, HOMES).served_s == pytest.approx(8.11)
     calls = [*an_outage(), call(1, 129.5, code=UNAVAILABLE)]
@@ -102,7 +103,7 @@ def test_each_demand_on_an_outage_can_fail() -> None:
     fine = outcome(STRIKE, an_outage(), HOMES)
     over = replace(fine, strike=replace(STRIKE, sort=Sort.FAIL_OVER))
     assert _judged([fine, over]) == []
-    # For times the median of the three restarts counts, but every failed call counts.
+    # A time is judged by the median of the three restarts, but every failed call counts.
     slow = replace(fine, silent_s=1.5, served_s=6.0)
     assert _judged([fine, fine, slow, over]) == []
     assert len(_judged([fine, slow, slow, over])) == 2

@@ -1,4 +1,4 @@
-"""The figures of the placement scenario: plans for up to 1,000 shards, and what lies on them."""
+"""The figures of the placement scenario: plans for up to 1,000 shards, and the load of the shards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bench(tmp_path: Path) -> Bench:
 def test_a_new_shard_moves_its_share_and_a_drained_one_what_it_has(shards: int) -> None:
     added, drained, heavier = changes_of(shards, jobs=1_000_000, rate=1000.0)
     assert 0 < added.moved <= 1.05 * SLOTS / (shards + 1)
-    # All moved load goes to the added shard, or comes from the drained shard.
+    # If a shard is added, all moved load goes to it. If a shard is drained, all moved load comes from it.
     assert added.busiest == added.moved
     assert drained.busiest == drained.moved
     assert SLOTS // shards <= drained.moved <= SLOTS // shards + 1

@@ -23,7 +23,7 @@ CATALOG = Catalog(
     copies=10,
     reads=[Read(what="all of it", bytes=1000, took_ms=2, router_ms=1, postgres_ms=1)],
     made=spent(),
-    # A tenth of a core.
+    # An idle Postgres uses a tenth of a core.
     idle=spent(postgres_s=1.0, parts_s=2.0),
     changes=[Change(seen=9, late_ms=[1.0] * 8 + [7.0], spent=spent(seconds=2.0, postgres_s=0.5, parts_s=1.4))],
 )
@@ -71,7 +71,7 @@ def test_the_whole_cluster_follows_from_the_slope_for_a_shard_and_the_share_of_a
     assert whole["one idle router process, statements/s"] == "1,000"
     assert whole["one router process starts, CPU seconds of its own"] == "20"
     assert whole["statements/s on an idle shard"] == "60"
-    # A ring takes 5 ms of Postgres.
+    # A ring takes 5 ms of CPU in Postgres.
     assert whole["rings/s of one shard that keep one core of Postgres busy"] == "200"
 
 

@@ -166,7 +166,7 @@ async def test_a_server_that_is_silent_again_and_again_gets_more_time_each_time(
         await asyncio.wait_for(server.breaker.until_closed(), 60)
         return lasted_s
 
-    # There is no upper bound, because a busy machine may take longer.
+    # The test does not check an upper bound, because a busy machine may take longer.
     for silence_s in (SILENCE_S, 2 * SILENCE_S, 4 * SILENCE_S):
         assert await seconds_until_open() >= silence_s
     monkeypatch.setattr(shard.postgres.breaker, "_CALM_S", 0.0)
@@ -189,7 +189,7 @@ async def test_a_patient_breaker_lets_a_server_be_silent_for_longer(server: Serv
 
 
 async def test_a_doubt_that_is_answered_gives_the_server_no_more_time_for_the_next(server: Server) -> None:
-    # The server has been silent before, a short time ago.
+    # The server was silent a short time ago.
     server.breaker.doubt()
     await asyncio.wait_for(server.open.wait(), 60)
     server.speaks()

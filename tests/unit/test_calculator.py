@@ -27,7 +27,7 @@ BUSY, OTHER = OrgId("busy"), OrgId("other")
 
 
 class Begun:
-    """Calculations, each of which continues until the test lets it end."""
+    """Calculations. Each one continues until the test lets it end."""
 
     def __init__(self) -> None:
         self.orgs: list[str] = []
@@ -155,7 +155,7 @@ async def test_a_retry_that_is_stored_already_is_not_made_once_more(monkeypatch:
     made = await retried()
     assert made.workflow is not None
     assert made.workflow.names == ["a"]
-    # The router's own thread does not make the new workflow, because this may have 100,000 edges.
+    # The thread of the event loop does not make the new workflow, because the workflow may have 100,000 edges.
     assert threads
     assert threading.get_ident() not in threads
     threads.clear()

@@ -1,4 +1,5 @@
-"""A router's copy of the catalog: the tasks that wait for a change hear of it even if something else fails."""
+"""A router's copy of the catalog. The tasks that wait for a change are told of the change even if something else
+fails."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ LOCKED_KEY = ec.generate_private_key(ec.SECP256R1()).private_bytes(
 )
 
 
-# The same certificate, with a curve that nobody knows.
+# The certificate of the tests, with the identifier of an unknown elliptic curve.
 STRANGE = b"".join(
     [
         b"-----BEGIN CERTIFICATE-----\n",
@@ -176,7 +176,7 @@ async def test_new_files_that_cannot_be_used_are_reported_once_and_the_old_ones_
         new: Pair = AUTHORITY.sign("new")
         new.save(settings.certificate, settings.key)
         await said(caplog, "new TLS files are in use: CN=new", 1)
-        # The router has tried the files many times meanwhile.
+        # The router has tried to read the files many times by now.
         assert caplog.text.count("is not the key of the first certificate") <= 2
     finally:
         following.cancel()

@@ -6,7 +6,7 @@ from itertools import count
 
 from router.gate.change_rate import ChangeRate
 
-# The times in these tests are such that their sums are exact.
+# The sums of the times in these tests are exact floating-point numbers.
 
 
 def made(rate: ChangeRate, org: str, now_s: float) -> int:
@@ -39,7 +39,7 @@ def test_an_org_that_was_quiet_for_a_minute_makes_as_many_as_at_first() -> None:
     rate = ChangeRate(4, 240)
     made(rate, "acme", 0.0)
     assert made(rate, "acme", 60.0) == 240
-    # An org that is quiet for longer gains nothing more.
+    # An org that makes no changes for longer may not make more changes afterwards.
     assert made(rate, "acme", 3600.0) == 240
 
 

@@ -1,4 +1,4 @@
-"""The seed alone decides the faults, and there are never so many at once that nothing works."""
+"""The faults depend only on the seed. At no time are there so many faults that nothing works."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_something_is_always_whole_and_all_is_over_by_the_end(seed: int) -> None
     assert {one.fault for one in drawn} == {"kill-router", "freeze-router", "kill-postgres", "jump-clock"}
     assert [one.start_s for one in drawn] == sorted(one.start_s for one in drawn)
     assert all(0 <= one.start_s <= one.end_s <= SECONDS for one in drawn)
-    # Look only at the moments when faults begin, because the state does not become worse between them.
+    # Check only the moments when faults begin, because the state does not become worse between these moments.
     for one in drawn:
         targets = struck(drawn, one.start_s)
         assert len(targets) == len(set(targets)) <= 3

@@ -1,5 +1,5 @@
 # ruff: noqa: N802 - the verbs are named by the contract
-"""Calls of operators that must not be made twice."""
+"""Tests of calls by operators. The client must not make these calls twice."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from windrow.v1.admin_pb2_grpc import AdminServicer, add_AdminServicer_to_server
 
 
 class FakeAdmin:
-    """Has a queue with 5,000 jobs to purge and to redrive. `steps` has the limit of each call. The call with the number
-    `fails_at` fails."""
+    """A service whose queue has 5,000 jobs to purge and to redrive. `steps` has the limit of each call. The call with
+    the number `fails_at` fails."""
 
     def __init__(self, code: StatusCode, fails_at: int, reason: str = "SHARD_UNAVAILABLE") -> None:
         self.code = code
@@ -25,7 +25,7 @@ class FakeAdmin:
         self.fails_at = fails_at
         self.steps: list[int] = []
         for method in admin_pb2.DESCRIPTOR.services_by_name["Admin"].methods:
-            # A server needs something for each method.
+            # A gRPC server needs an attribute for each method.
             if not hasattr(self, method.name):
                 setattr(self, method.name, None)
 
@@ -45,7 +45,7 @@ class FakeAdmin:
     async def _step(self, limit: int, context: Any) -> None:
         self.steps.append(limit)
         if len(self.steps) == self.fails_at:
-            # As if the answer were lost.
+            # The error makes it look as if the answer were lost.
             await refuse(context, self.code, "lost", reason=self.reason, retry_after_s=0.01)
 
 

@@ -68,7 +68,7 @@ def test_pauses_grow_to_two_seconds_with_full_jitter() -> None:
 
 def test_a_pause_is_never_shorter_than_the_router_asked_for() -> None:
     assert pause_s(failure(StatusCode.UNAVAILABLE, 3.0), tries=1, luck=0.0) == 3.0
-    # Jitter: callers that were told the same delay do not all come back at the same time.
+    # The client adds jitter, so that callers that were told the same delay do not all call again at the same time.
     assert pause_s(failure(StatusCode.RESOURCE_EXHAUSTED, 3.0), tries=1, luck=1.0) == 4.5
     assert pause_s(failure(StatusCode.UNAVAILABLE, 0.1), tries=9, luck=1.0) == 2.1
 
@@ -140,7 +140,7 @@ async def test_no_time_is_spent_on_a_pause_that_ends_too_late(router: FakeRouter
     router.scripts["Enqueue"] = failing(1, StatusCode.UNAVAILABLE, router, "Enqueue", **how)
     async with Client(router.address, org="acme", timeout=2000) as client:
         with pytest.raises(Unavailable) as caught:
-            # The error comes long before the pause or the timeout would end.
+            # The error comes long before the end of the pause and of the timeout.
             await asyncio.wait_for(client.enqueue("emails", "send"), WAIT_S)
     assert caught.value.retry_after == pytest.approx(3000)
     assert caught.value.reason == "DISK_FULL"
@@ -155,7 +155,7 @@ async def test_a_try_that_hangs_is_given_up_and_made_again(router: FakeRouter) -
         return router.plain("Enqueue", request)
 
     router.scripts["Enqueue"] = hang_once
-    # Long enough for a busy machine to answer the second try.
+    # The timeout of a try is long, so that even a busy machine answers the second try.
     async with Client(router.address, org="acme", try_timeout=2.0) as client:
         await client.enqueue("emails", "send")
     assert len(router.of("Enqueue")) == 2
@@ -175,7 +175,7 @@ async def test_when_time_is_up_the_error_says_where_how_often_and_how_long(route
 
 async def test_nobody_listening_is_unavailable_within_the_timeout() -> None:
     async with Client("127.0.0.1:9", org="acme", timeout=2.0) as client:
-        # gRPC alone would wait for the router for ever.
+        # Without the client's timeout, gRPC would wait for the router for ever.
         with pytest.raises(Unavailable, match=r"127\.0\.0\.1:9"):
             await asyncio.wait_for(client.enqueue("emails", "send"), WAIT_S)
 
@@ -442,7 +442,7 @@ async def test_channels_are_connections_of_their_own_and_take_turns(router: Fake
 async def test_a_connection_that_falls_silent_while_no_call_is_open_is_closed(
     router: FakeRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This happens if a NAT forgets the connection: nothing arrives any more, and neither side is told."""
+    """If a NAT forgets the connection, nothing arrives any more, and neither side gets an error."""
     quick = {"grpc.keepalive_time_ms": 200, "grpc.keepalive_timeout_ms": 200, "grpc.http2.ping_timeout_ms": 200}
     options = tuple((name, quick.get(name, value)) for name, value in channels._OPTIONS)
     monkeypatch.setattr(channels, "_OPTIONS", options)
@@ -473,7 +473,7 @@ async def test_a_connection_that_falls_silent_while_no_call_is_open_is_closed(
     ):
         await client.enqueue("q", "k")
         async with asyncio.timeout(WAIT_S):
-            # gRPC sends a ping or two because of the call.
+            # One or two of these pings are caused by the call.
             for _ in range(5):
                 await pings.acquire()
             silent.set()
@@ -483,7 +483,7 @@ async def test_a_connection_that_falls_silent_while_no_call_is_open_is_closed(
 async def test_the_error_of_an_enqueue_has_the_id_with_which_it_can_be_repeated(router: FakeRouter) -> None:
     router.scripts["Enqueue"] = failing(1, StatusCode.PERMISSION_DENIED, router, "Enqueue")
     async with Client(router.address, org="acme") as client:
-        # These two share a call.
+        # These two enqueues share a call.
         found = await asyncio.gather(*(client.enqueue("q", "k") for _ in range(2)), return_exceptions=True)
         (sent,) = router.of("Enqueue")
         ids = [error.made_ids for error in found if isinstance(error, WindrowError)]
@@ -532,7 +532,7 @@ async def test_closing_a_client_does_not_wait_for_the_pauses_of_its_calls(router
     call = client.enqueue("q", "k") if shared else client.enqueue_many([NewJob("q", "k")])
     calling = asyncio.create_task(call)
     await router.until(lambda: router.of("Enqueue"))
-    # The client has read the refusal when it has read the answer to a later call.
+    # When the client has read the answer to this later call, it has read the refusal, too.
     await client.server_info()
     async with asyncio.timeout(WAIT_S):
         await client.close()
@@ -742,7 +742,7 @@ async def test_what_is_no_text_is_refused_with_its_argument(
 
 
 async def test_calls_about_leased_jobs_go_to_the_orgs_of_the_jobs(router: FakeRouter, client: Client) -> None:
-    """A worker of all orgs gives its handlers jobs of other orgs than its client's."""
+    """The handlers of a worker of all orgs get jobs of orgs that are not the org of the worker's client."""
     jobs = [Job(lease=name.encode(), org=org) for name, org in (("1", "acme"), ("2", "globex"), ("3", ""), ("4", "o4"))]
 
     async def odd_is_stale(request: queue_pb2.NackRequest, _: Any) -> queue_pb2.NackResponse:

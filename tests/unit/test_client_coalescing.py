@@ -1,4 +1,4 @@
-"""Callers that share calls: nobody is delayed, and each has its own outcome, deadline and cancellation."""
+"""Callers that share calls: no caller is delayed, and each caller has its own outcome, deadline and cancellation."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ async def test_each_caller_has_its_own_deadline(router: FakeRouter) -> None:
         for tasks, at_s in ((early, 0.5), (late, 0.7), (last, 0.9)):
             told = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), WAIT_S)
             assert all(isinstance(one, DeadlineExceeded) for one in told)
-            # No call fails before its own time is over.
+            # No call fails before its own timeout has passed.
             assert at_s - 0.05 <= time.monotonic() - began
         # No call waits for a call that came later.
         assert order == [0.5] * len(early) + [0.7, 0.9]
@@ -313,7 +313,7 @@ async def test_acks_of_one_job_each_share_calls_and_have_their_own_answers(route
 
 
 async def test_a_bad_lease_fails_its_caller_only(router: FakeRouter, client: Client) -> None:
-    """An Ack is refused as a whole, so the other leases are sent again."""
+    """A router refuses a whole Ack call, so the client sends the other leases again."""
 
     async def pick(request: Any, context: Any) -> Any:
         bad = {f"acks[{at}].lease": "no lease" for at, ack in enumerate(request.acks) if ack.lease.startswith(b"bad")}
@@ -357,7 +357,7 @@ async def test_each_job_of_a_shared_call_carries_its_callers_trace(router: FakeR
     assert [by_trace[job.trace.traceparent.split("-")[1]] for job in shared.jobs] == [
         f"request {number}" for number in range(3)
     ]
-    # The call itself belongs to no caller's trace.
+    # The shared call is not in the trace of any caller.
     assert "traceparent" not in router.metadata[0]
     assert trace.get_current_span() is trace.INVALID_SPAN
 
@@ -365,7 +365,7 @@ async def test_each_job_of_a_shared_call_carries_its_callers_trace(router: FakeR
 async def test_a_call_lasts_for_as_long_as_the_request_with_the_most_time_left(
     router: FakeRouter, client: Client
 ) -> None:
-    """A request that waited for a limit is older than the requests that are sent before it."""
+    """A request that waited because of a limit may be older than the requests that are sent before it."""
     loop = asyncio.get_running_loop()
     full = ResourceExhausted("full")
     full.reason, full.retry_after = LIMIT_REACHED, 0.3

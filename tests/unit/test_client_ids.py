@@ -1,4 +1,4 @@
-"""Job ids: their form, their order, and that no two are alike."""
+"""Job ids: their form and their order. No two ids are equal."""
 
 from __future__ import annotations
 

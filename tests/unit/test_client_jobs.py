@@ -35,7 +35,7 @@ from windrow.new_jobs import batch_requests, enqueue_request
 from windrow.payloads import clipped, duration, encode, encode_result, moment, timestamp
 from windrow.v1 import job_pb2, queue_pb2
 
-# In UTC, this hour is before the year 1.
+# In UTC, this time is before the year 1.
 FIRST_HOUR = datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=1)))
 
 
@@ -237,7 +237,8 @@ def test_what_says_more_than_an_id_is_read_whole() -> None:
     told.CopyFrom(plain)
     told.results[1].duplicate = True
     assert _enqueued(request, told, first=0) == [Enqueued(id=new), Enqueued(id=known, duplicate=True)]
-    # These results have as many bytes as two plain ids, but one has no id, and the other has more than an id.
+    # These two results together have as many bytes as two results with only an id. But one of them has no id, and the
+    # other has an id and another field.
     told.results[0].id = ""
     assert _enqueued(request, told, first=0) == [Enqueued(id=""), Enqueued(id=known, duplicate=True)]
     long = queue_pb2.EnqueueResponse(results=[queue_pb2.EnqueueResult(id="i" * 200)] * 2)

@@ -1,4 +1,4 @@
-"""The client's package imports its modules when they are used. Each of them can be the first."""
+"""The client's package imports each module when the module is first used. Any of the modules can be imported first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 import windrow
 
 MODULES = sorted(path.stem for path in Path(windrow.__file__).parent.glob("*.py") if path.stem != "__init__")
-# Forgets the package before each import, but not the generated messages, which can be registered only once.
+# Before each import, the script removes the package from `sys.modules`. It does not remove the generated messages,
+# because these can be registered only once.
 SCRIPT = """
 import importlib, sys
 for module in sys.argv[1:]:

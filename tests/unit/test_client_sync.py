@@ -215,7 +215,7 @@ async def test_a_middleware_that_raises_system_exit_ends_only_its_own_call(route
 
 
 async def test_a_signal_handler_may_use_the_client_that_it_interrupts(router: FakeRouter) -> None:
-    """The handler runs in the middle of a call, in the same thread."""
+    """The signal handler runs in the middle of a call, in the thread of the call."""
     client = SyncClient(router.address, org="acme")
 
     def use() -> None:
@@ -274,7 +274,7 @@ async def test_a_client_that_is_used_and_closed_while_the_interpreter_shuts_down
 
 
 def test_it_works_where_a_loop_is_running_in_the_calling_thread() -> None:
-    """A loop runs in the calling thread. This is so in the cells of a notebook, for example."""
+    """A cell of a notebook is an example: a loop runs in the thread that makes the call."""
     addresses: list[str] = []
     ready, done = threading.Event(), threading.Event()
 
@@ -364,7 +364,7 @@ with client:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 async def test_a_client_that_nobody_has_used_works_in_every_process_that_is_forked(router: FakeRouter) -> None:
-    """`gunicorn --preload` does this: the parent process imports the module that makes the client."""
+    """For example, with `gunicorn --preload` the parent process imports the module that makes the client."""
     assert await lines_of(FORKS_UNUSED, router, within_s=2 * WAIT_S) == ["False"] * 3
 
 
@@ -394,5 +394,5 @@ os.waitpid(child, 0)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells which threads there are")
 async def test_a_fork_after_a_close_waits_for_grpcs_last_threads(router: FakeRouter) -> None:
-    """If a process is forked while these threads end, its calls may never end."""
+    """If a process is forked while gRPC's threads end, the calls of the new process may never end."""
     assert await lines_of(FORKS_AT_ONCE, router, within_s=2 * WAIT_S) == ["True"]

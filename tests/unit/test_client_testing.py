@@ -209,7 +209,7 @@ async def test_a_node_that_a_router_would_refuse_is_refused(client: Client) -> N
 
     failed = await testing.run_job(worker, NewJob("q", "adds"), results={})
     assert failed.failure is not None
-    # A router names the node so, too, and not as a job of an enqueue.
+    # A router also names the node in this way, and not as a job of an enqueue.
     assert failed.failure.type == "windrow.errors.InvalidRequest"
     assert failed.failure.message.startswith("nodes[1].job.template.priority: must be 1 to 9, not 10")
 
@@ -282,7 +282,7 @@ async def test_a_job_that_a_router_would_refuse_is_refused_and_none_of_its_call_
     stored = await client.enqueue_many([bad, good], independent=True)
     assert [one.error is None for one in stored] == [False, True]
     assert [job.id for job in client.jobs] == [good.id]
-    # These two callers share a call.
+    # These two enqueues share a call.
     told = await asyncio.gather(
         client.enqueue("q", "k", priority=10), client.enqueue("q", "fine"), return_exceptions=True
     )

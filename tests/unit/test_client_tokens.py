@@ -1,4 +1,5 @@
-"""The token of a client: where it comes from, when the client asks for another token, and that nobody sees it."""
+"""The token of a client: where the token comes from, when the client asks for another one, and that the token is not
+shown anywhere."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def sent(router: FakeRouter) -> list[str]:
 
 
 def accepting(router: FakeRouter, *good: str) -> None:
-    """Makes the router refuse every Enqueue and every stream whose token is not one of these."""
+    """Makes the router refuse every Enqueue and every stream whose token is not in `good`."""
 
     async def enqueue(request: Any, context: Any) -> Any:
         if sent(router)[-1] not in good:
@@ -41,7 +42,8 @@ def accepting(router: FakeRouter, *good: str) -> None:
 
 
 def one_after_another(*tokens: str) -> tuple[Callable[[], str], deque[str]]:
-    """Returns a function and its tokens. The function removes and returns one token per call, but keeps the last."""
+    """Returns a function and its tokens. Each call of the function removes and returns the first token, except that the
+    last token stays."""
     left = deque(tokens)
     return lambda: left.popleft() if len(left) > 1 else left[0], left
 

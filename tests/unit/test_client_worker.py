@@ -160,8 +160,8 @@ async def test_jobs_that_follow_one_another_in_a_task_share_no_context_and_no_ca
 async def test_a_handler_whose_own_code_cancels_its_task_has_failed(
     router: FakeRouter, client: Client, is_batch: bool
 ) -> None:
-    """An example is a timeout that somebody has built with call_later(). A release would not count the attempt, so the
-    job would run again at once, for ever."""
+    """For example, the handler has its own timeout, built with `call_later()`. If the worker released the job, the
+    attempt would not count, so the job would run again at once, for ever."""
     worker = Worker(client, "q")
 
     async def cancel(jobs: object) -> None:
@@ -183,8 +183,8 @@ async def test_a_handler_whose_own_code_cancels_its_task_has_failed(
 async def test_jobs_are_released_when_all_tasks_of_the_loop_are_cancelled_together(
     router: FakeRouter, client: Client
 ) -> None:
-    """`asyncio.run()` does this at its end. The tasks of the handlers may be cancelled before the worker's run()
-    notices anything."""
+    """`asyncio.run()` cancels all tasks at its end. The tasks of the handlers may be cancelled before the worker's
+    `run()` is."""
     worker = Worker(client, "q")
     begun = asyncio.Event()
 
@@ -271,7 +271,7 @@ async def test_handlers_that_suspend_run_at_the_same_time_up_to_the_concurrency(
         nonlocal inside, most
         inside += 1
         most = max(most, inside)
-        # This line waits until three handlers have come to it.
+        # This line waits until three handlers have reached it.
         await together.wait()
         inside -= 1
 
@@ -474,7 +474,7 @@ async def test_a_job_without_a_handler_is_not_taken_for_a_quick_one(router: Fake
         for count in range(1, 4):
             router.give("unknown")
             await router.until(lambda count=count: len(router.settled("Snooze")) == count)  # type: ignore[misc]
-            # If the worker took this job for a quick one, it would ask for 50 jobs more.
+            # If the worker counted this job as a quick one, the worker would ask for 50 more jobs.
             assert sum(message.credit for message in router.of("Consume")) <= 2 + count
 
 
@@ -562,7 +562,8 @@ async def test_a_failure_has_the_type_the_message_and_the_stack_of_what_was_rais
 async def test_a_plain_function_that_raises_stop_iteration_fails_and_the_worker_goes_on(
     router: FakeRouter, client: Client
 ) -> None:
-    """A future cannot hold a StopIteration: the worker would wait for the thread's answer for ever."""
+    """A future cannot hold a `StopIteration`. Without special care, the worker would wait for the thread's answer for
+    ever."""
     worker = Worker(client, "q", concurrency=1)
 
     @worker.handler("empty")
@@ -712,8 +713,8 @@ async def test_threads_and_the_worker_see_the_same_sign_that_a_job_is_lost() -> 
 
 
 async def test_an_error_with_half_a_character_is_told_without_it(router: FakeRouter, client: Client) -> None:
-    """The text of the error has half of a surrogate pair, as the name of a file has that is not UTF-8. No protobuf
-    message can have such a text."""
+    """The text of the error has half of a surrogate pair. Python makes such a text from a file name that is not UTF-8.
+    A protobuf message cannot hold such a text."""
     worker = Worker(client, "q")
 
     @worker.handler("broken")
@@ -777,7 +778,7 @@ async def test_acks_gather_while_messages_are_unanswered(router: FakeRouter, cli
 
 
 async def test_leases_are_extended_together(router: FakeRouter, client: Client) -> None:
-    # Long enough for a busy machine to extend the leases in time.
+    # The window is long, so that even a busy machine extends the leases in time.
     worker = Worker(client, "q", visibility_window=1.5)
     finish = asyncio.Event()
 
@@ -974,12 +975,13 @@ async def test_a_job_whose_lease_is_lost_before_its_first_step_leaves_its_place_
         await finish.wait()
         following = worker._runner._waiting[0]
         lost.append(following.job.id)
-        # Runs between the end of this handler, which creates the task of the next job, and that task's first step.
+        # The end of this handler creates the task of the next job. This callback runs after that, and before the first
+        # step of the new task.
         asyncio.get_running_loop().call_soon(worker._runner.leases.lose, following, "the loop had stood still")
 
     router.give("quick")
     async with running(worker):
-        # A quick job first: only then does the worker prefetch.
+        # The worker prefetches only after it has run a quick job.
         await router.until(lambda: router.acks() and router.stream.credit == 3)
         router.give("slow")
         second, third = router.give("quick"), router.give("quick")
@@ -1003,7 +1005,7 @@ async def test_a_job_cut_off_before_its_first_step_is_released(router: FakeRoute
     @worker.handler("slow")
     async def slow(job: Job) -> None:
         await finish.wait()
-        # This wakes run() before the task of the next job, which is about to be created.
+        # This wakes `run()` first. The task of the next job is created later, and so it runs later.
         task.cancel()
 
     router.give("quick")
@@ -1021,8 +1023,8 @@ async def test_a_job_cut_off_before_its_first_step_is_released(router: FakeRoute
 async def test_a_job_whose_lease_is_over_is_not_begun(
     router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody has noticed the end of the lease: the loop stood still for longer than the window, and keep() has not run
-    since."""
+    """The worker has not noticed the end of the lease, because the loop stood still for longer than the window, and
+    `keep()` has not run since then."""
     worker = Worker(client, "q", visibility_window=600, cancel_lost=False)
     begun: list[str] = []
 
@@ -1067,7 +1069,7 @@ async def test_stopping_releases_what_waits_and_lets_finish_what_runs(router: Fa
     await router.until(lambda: started.is_set() and not router.jobs)
     worker.stop()
     await router.until(lambda: router.settled("Release"))
-    # The job was on its way when the worker stopped.
+    # The router had already sent this job when the worker stopped.
     late = router.give("slow")
     await router.until(lambda: len(router.settled("Release")) == 2)
     assert router.settled("Release") == [waits.id, late.id]
@@ -1216,7 +1218,8 @@ async def test_a_job_whose_thread_ends_when_the_worker_stops_is_released(router:
     job = router.give()
     task = asyncio.create_task(worker.run())
     await router.until(begun.is_set)
-    # The worker cancels the handler after its thread has ended, and before its task knows that.
+    # The worker cancels the handler after the thread of the handler has ended, and before the task of the handler
+    # notices that end.
     (thread,) = worker._handlers.threads._running
     thread.add_done_callback(lambda _: ended.set())
     worker.stop()
@@ -1500,7 +1503,7 @@ async def test_an_error_that_time_cannot_heal_ends_the_worker(router: FakeRouter
 
 
 async def test_a_router_that_knows_no_streams_ends_the_worker_and_is_named() -> None:
-    """It would be useless to wait, because this router will never offer streams."""
+    """The worker need not wait, because this router will never offer streams."""
     router = aio.server()
     address = f"127.0.0.1:{router.add_insecure_port('127.0.0.1:0')}"
     await router.start()
@@ -1549,7 +1552,7 @@ async def test_a_handler_that_hangs_is_stopped_at_its_timeout_and_its_place_is_f
         finally:
             reasons.append(job.lost.reason)
 
-    # Long enough for a busy machine to begin the thread.
+    # The timeout is long, so that even a busy machine starts the thread before it ends.
     @worker.handler("thread", timeout=timedelta(seconds=0.5))
     def thread(job: Job) -> None:
         hangs.wait(WAIT_S)
@@ -1575,7 +1578,7 @@ async def test_a_handler_that_hangs_is_stopped_at_its_timeout_and_its_place_is_f
         assert failure.stack.split("\n")[1].startswith(f'  File "{__file__}"')
         assert last in failure.stack
         assert failure.stack.endswith(f"\nwindrow.TimedOut: the handler did not finish within {timeout}")
-    # A timeout is nothing unexpected. It is logged as one line, which says what the handler was doing.
+    # A timeout is expected. So the worker logs one line, which says what the handler was doing, and no traceback.
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     for record, kind in zip(caplog.records, ("coroutine", "thread"), strict=True):
         (line,) = logging.Formatter().format(record).splitlines()

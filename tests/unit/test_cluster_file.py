@@ -88,7 +88,7 @@ def test_a_file_is_read_from_disk_and_has_the_digest_that_sha256sum_begins_with(
 @pytest.mark.parametrize(
     ("state", "serves"),
     [
-        # Whether the shard takes enqueues, gives jobs and takes changes; and its share of the slots.
+        # The values are: whether the shard takes enqueues, gives jobs, and takes changes; and its weight.
         ("active", (True, True, True, 2.0)),
         ("draining", (True, True, True, 0.0)),
         ("enqueue_only", (True, False, True, 2.0)),
@@ -114,7 +114,7 @@ def shard_with(line: str) -> str:
 
 
 def two_shards(line: str) -> str:
-    """A file with two shards; the second has this extra line."""
+    """Returns a file with two shards. The second shard has this extra line."""
     return f'{ONE}[[shard]]\nname = "s2"\ndsn = "host=db2 sslmode=require"\n{line}\n'
 
 
@@ -353,7 +353,7 @@ def test_all_faults_of_a_file_are_told_at_once() -> None:
 
 
 def test_shards_whose_names_collide_in_lease_tokens_are_refused() -> None:
-    # Two names with the same xxh32, found by trying s0, s1, …
+    # These two names have the same xxh32. They were found by a search through s0, s1, …
     one, other = "s81740", "s245405"
     text = "".join(f'[[shard]]\nname = "{name}"\ndsn = "{DSN}"\n' for name in (one, other))
     with pytest.raises(ClusterFileError) as caught:

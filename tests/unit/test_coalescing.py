@@ -68,7 +68,7 @@ class Acts:
         return [act for act, end in enumerate(self._ends) if not end.done()]
 
     def end(self, act: int, answers: Sequence[int | Exception] | Exception | None = None) -> None:
-        """Ends an act. Answers each call with its negative, unless `answers` says otherwise."""
+        """Ends an act. The answer to each call is the negative of the call's number, unless `answers` is given."""
         if isinstance(answers, Exception):
             self._ends[act].set_exception(answers)
         else:
@@ -116,8 +116,8 @@ def acts() -> Acts:
 
 @pytest.fixture(autouse=True, scope="module")
 def patience() -> Iterator[None]:
-    """No act counts as slow, and every iteration of the event loop counts as idle, even on a slow machine. So only the
-    test decides when acts begin."""
+    """Makes sure that no act counts as slow, and that every iteration of the event loop counts as idle, even on a slow
+    machine. So only the test decides when acts begin."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("shard.queue.coalescer._IDLE_ITERATION_S", math.inf)
         patched.setattr("shard.queue.coalescer._SECOND_ACT_AFTER_S", 1000.0)
@@ -129,7 +129,7 @@ def patience() -> Iterator[None]:
 
 async def test_an_idle_coalescer_begins_at_once(acts: Acts) -> None:
     result = acts.coalescer().submit(1)
-    # Only the act's task needs an iteration to begin. The coalescer does not wait for more calls.
+    # The task of the act begins in the next iteration of the event loop. The coalescer does not wait for more calls.
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert acts.begun == [[1]]
@@ -285,7 +285,7 @@ async def test_a_call_too_many_is_told_so_at_once_and_costs_the_others_nothing(a
     assert acts.dropped == [1]
     acts.end(0)
     await turns()
-    # No call waits any more, so there is room again, even for a heavy call.
+    # No call is waiting now, so there is room again, even for a heavy call.
     waiting.append(coalescer.submit(99))
     acts.end(1)
     await turns()
@@ -339,8 +339,8 @@ async def test_an_act_is_dealt_out_evenly_by_weight_and_to_each_in_the_order_of_
     calls = (101, 111, 121, 131, 141, 151, 161, 203, 213, 223, 302)
     results = [coalescer.submit(call) for call in calls]
     for turn, expected in enumerate(
-        # Each of the three callers gets four places, or fewer if it asks for fewer. The places that are left go to the
-        # next callers in turn.
+        # Each of the three callers gets four places, or fewer if it asks for fewer. The remaining places go to the next
+        # callers in turn.
         ([1], [101, 111, 121, 131, 203, 213, 302], [141, 151, 161, 223])
     ):
         assert acts.begun[turn:] == [expected]
@@ -632,7 +632,7 @@ async def _play(
     for call, result in results.items():
         assert result.done()
         if result.cancelled():
-            # No result is lost: on_abandoned has it, unless all callers of the act had left.
+            # The result is not lost: `on_abandoned` gets it, unless all callers of the act had left.
             continue
         expected = told[call]
         error = result.exception()

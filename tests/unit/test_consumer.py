@@ -1,5 +1,5 @@
 """Consumers reserve memory for each claim before it begins. The claims on a shard that does not answer leave room for
-those on other shards, and for enqueues."""
+claims on other shards, and for enqueues."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Shard:
 
 
 class Stream:
-    """A receiver that reads everything at once."""
+    """A receiver that reads everything without delay."""
 
     takes_once = False
 
@@ -90,7 +90,7 @@ async def test_claims_on_a_shard_that_does_not_answer_leave_room_for_other_shard
     stuck = [claim(buffer, f"org {at}", hung) for at in range(200)]
     await asyncio.wait_for(hung.claimed.wait(), PATIENCE_S)
     assert buffer.held <= buffer.bytes_max // 2
-    # There is room also for the orgs whose claims wait.
+    # There is also room for claims on another shard, even of the orgs whose claims wait here.
     for org in ("org 0", "org 199", "another"):
         assert await asyncio.wait_for(claim(buffer, org, healthy), PATIENCE_S) is False
         enqueue = Account(buffer, org=org, peer="producer")

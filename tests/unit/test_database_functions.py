@@ -1,4 +1,5 @@
-"""Functions of the database: which migrations install their texts, and which values of the Python code they repeat."""
+"""Functions in the database: which migrations install the texts of the functions, and which values of the Python code
+the functions repeat."""
 
 from __future__ import annotations
 

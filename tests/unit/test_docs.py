@@ -24,10 +24,10 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
 # A file of this repository that a comment or a docstring names. There the path is not between backquotes.
 NAMED = re.compile(rf"(?<![\w./-])(?:{'|'.join(sorted(TOP))})/[\w./-]+\.(?:md|proto|py|sql|toml)\b")
-# The reader creates the first file. The second one is a new file of a test. The third one is in proto/, and generated
-# code names it without this folder.
+# The reader of the docs creates the first file. A test creates the second file. The third file is in proto/, and
+# generated code names it without this folder.
 NOT_FILES = {"deploy/compose/secrets", "deploy/compose/new.toml", "router/keda/externalscaler.proto"}
-# Old entries name files that existed then.
+# Old entries name files that existed when the entries were written.
 HISTORY = {"CHANGELOG.md"}
 
 

@@ -1,4 +1,5 @@
-"""Each `windrow …` command that a page names exists, with its options and arguments. None of them is run."""
+"""Each `windrow …` command that a page names exists, with its options and arguments. The tests do not run the
+commands."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tests.unit.test_docs import CODE, FENCE, HISTORY, PAGES, ROOT, prose
 
 # A decision names the commands that existed at its time.
 READ = [page for page in PAGES if page not in HISTORY and not page.startswith("docs/decisions/")]
-# A command stands at the beginning of a line, after another program, or after a variable that is set for it.
+# A command is at the beginning of a line, after another program, or after a variable that is set for the command.
 COMMAND = re.compile(r"(?:^|\| |exec \w+ |[A-Z_]+=\S+ )(?:\./run )?windrow (?=[a-z-])(.*)")
 # SHELL: the characters that end a command in a shell. LEFT_OUT: the texts that stand for what a page leaves out.
 SHELL, LEFT_OUT = re.compile(r"[|<>;&()]+"), re.compile(r"…|\[options\]|COMMAND")
@@ -35,8 +36,8 @@ def of_prose(page: str) -> Iterator[str]:
 
 
 def words(text: str) -> list[str] | None:
-    """Returns the words after `windrow`. Returns None if the text has no such command, or leaves out some words of the
-    command."""
+    """Returns the words after `windrow`. Returns None if the text has no `windrow` command, or leaves out some words of
+    the command."""
     if not (found := COMMAND.search(text)) or LEFT_OUT.search(found[1]):
         return None
     lexer = shlex.shlex(found[1], posix=True, punctuation_chars="|<>;&()")
@@ -50,7 +51,8 @@ def words(text: str) -> list[str] | None:
 
 
 def fault_of(given: list[str], *, in_prose: bool) -> str | None:
-    """Says what is wrong with a command. Prose may name only the command and options, without their values."""
+    """Returns what is wrong with a command, or None. Prose may name only the command and options, without their
+    values."""
     command: Any = commands()
     context: Any = typer.Context(command, info_name="windrow")
     try:

@@ -24,13 +24,13 @@ def parse(dsn: str, more: str = "", **environ: str) -> Cluster:
         (f"{URI}?sslmode=prefer", {}, "prefer"),
         (URI, {"PGSSLMODE": "prefer"}, "prefer"),
         ("host=10.0.0.7 user=windrow", {}, "prefer"),
-        # One remote host among several is enough.
+        # A DSN is refused if one of several hosts is remote.
         ("host=127.0.0.1,db2", {}, "prefer"),
         # libpq connects to hostaddr, whatever `host` says.
         ("host=localhost hostaddr=10.0.0.7", {}, "prefer"),
         ("dbname=windrow", {"PGHOST": "db1"}, "prefer"),
         ("dbname=windrow", {"PGHOSTADDR": "10.0.0.7"}, "prefer"),
-        # Nobody knows what is in a service file.
+        # Windrow does not read service files, so it does not know their settings.
         ("service=windrow", {"PGSSLMODE": "require"}, "unknown, in a service file"),
         ("dbname=windrow", {"PGSERVICE": "windrow"}, "unknown, in a service file"),
     ],
@@ -56,7 +56,7 @@ def test_plain_text_beyond_this_machine_is_refused(dsn: str, environ: dict[str, 
         *((f"{URI}?sslmode={mode}", {}) for mode in ("require", "verify-ca", "verify-full")),
         (URI, {"PGSSLMODE": "require"}),
         ("service=windrow sslmode=verify-full", {}),
-        # These DSNs stay on this machine.
+        # The connections of these DSNs stay on this machine.
         ("dbname=windrow", {}),
         ("host=/run/postgresql", {}),
         ("host=@windrow", {}),

@@ -20,7 +20,7 @@ from windrow.v1 import errors_pb2
 ROOT = Path(__file__).resolve().parents[2]
 PREFIX = "ERROR_REASON_"
 IN_PROTO = {value.name for value in errors_pb2.ErrorReason.DESCRIPTOR.values if value.number}
-# Each comment in the proto begins with the code, and the value follows the comment.
+# In the proto, each value follows a comment that begins with the status code.
 IN_COMMENTS = re.findall(
     r"^  // ([A-Z_]+)[. ].*?^  (ERROR_REASON_\w+) = ",
     re.sub(r"(?s)^.*ERROR_REASON_UNSPECIFIED = 0;", "", (ROOT / "proto/windrow/v1/errors.proto").read_text()),

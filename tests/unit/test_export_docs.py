@@ -33,7 +33,7 @@ HISTORY = json.dumps(
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """Two days of s1 and one of s2."""
+    """Returns a folder with the exports of two days of s1 and one day of s2."""
     folder = tmp_path / "export"
     files = Files(ExportLocation.parse(str(folder)), make=True)
     acme = JOB._replace(id=NAME, attributes='{"plan": "pro"}', payload=b"hello", history=HISTORY)

@@ -135,7 +135,7 @@ def test_in_an_older_file_a_new_column_is_null(files: Files, monkeypatch: pytest
         assert batch.to_pylist() == [known | {"group_id": None}]
         (job,) = reader.jobs_of(JOB.org, 0, ["org", "id", "group_id"])
     assert job == {"org": JOB.org, "id": JOB.id, "group_id": None}
-    # A merge and an erasure write the rows again, now with the new column.
+    # A merge or an erasure writes the rows again, with the new column.
     writer = Writer(files.writing("new.parquet"))
     writer.add(batch)
     assert writer.commit().rows == written.rows

@@ -28,7 +28,7 @@ FEW = 5_000
 decode_few = bounded(queue_pb2.EnqueueRequest.FromString, queue_pb2.EnqueueRequest.DESCRIPTOR, fields_max=FEW)
 
 
-# The second and third are longer encodings of the same field.
+# The second and the third item are longer encodings of the first item.
 @pytest.mark.parametrize("item", [b"\x12\x00", b"\x92\x00\x00", b"\x12\x80\x80\x00"])
 def test_millions_of_empty_items_are_refused_before_they_are_decoded(item: bytes) -> None:
     with pytest.raises(InvalidRequest, match=r"^request: must have at most 250,000 fields"):
@@ -44,15 +44,16 @@ def test_payloads_that_look_like_items_are_none() -> None:
 
 @given(st.integers(1, 20), st.binary(max_size=200))
 def test_what_is_no_message_is_left_to_the_decoder(shift: int, end: bytes) -> None:
-    # One field never ends. The message has fewer fields than the limit, even if each byte after that field begins one.
+    # One field never ends. Even if each byte after this field began a field, the message would have fewer fields than
+    # the limit.
     head = b"\x12\x00" * (FEW - 300)
     raw = head + b"\x12" + b"\xff" * 40 + end + b"\x12" * (2 * shift)
     with pytest.raises(DecodeError):
         decode_few(raw)
 
 
-# In this order: an item without fields, in three encodings; an item with a field; a field that is no item; a field
-# that nobody knows.
+# The fields are, in this order: an item without fields, in three encodings; an item with a field; a field that is not
+# an item; a field that is not in the contract.
 FIELDS = (
     b"\x12\x00",
     b"\x92\x00\x00",
@@ -65,7 +66,7 @@ FIELDS = (
 
 @given(st.integers(-3, 3), st.lists(st.sampled_from(FIELDS), min_size=20, max_size=50))
 def test_a_message_is_refused_if_it_has_a_field_too_many_and_otherwise_decoded(over: int, some: list[bytes]) -> None:
-    # FIELDS[3] has a field itself, which counts too.
+    # The item FIELDS[3] contains a field, and this field counts, too.
     count = len(some) + some.count(FIELDS[3])
     raw = b"".join(some) + b"\x12\x00" * (FEW + over - count)
     if over > 0:
@@ -138,7 +139,7 @@ def test_no_request_can_have_millions_of_items_wherever_they_stand_in_it(name: s
 
     for way in ways_down(REQUESTS[name]):
         *parents, field = way
-        # The messages of a oneof replace each other.
+        # Of the messages of a `oneof`, only the last one is kept.
         oneof = field.containing_oneof
         items = b"".join(encoded(one) for one in (oneof.fields if oneof is not None else [field]))
         raw = items * (FEW + 1)
@@ -150,7 +151,7 @@ def test_no_request_can_have_millions_of_items_wherever_they_stand_in_it(name: s
                 bounded(to_decoder, REQUESTS[name], fields_max=FEW)(raw)
             assert decoded == [], path
         else:
-            # All occurrences become one message.
+            # The decoder merges all occurrences into one message.
             assert request.FromString(raw).ByteSize() < 100, path
 
 
@@ -178,7 +179,7 @@ def test_the_fields_of_inner_messages_are_counted_exactly(path: bytes, over: int
     update = admin_pb2.UpdateQueueRequest
     mask = update.DESCRIPTOR.fields_by_name["update_mask"]
     decode_update = bounded(update.FromString, update.DESCRIPTOR, fields_max=FEW)
-    # The mask is a field too.
+    # The mask counts as a field, too.
     raw = encoded(mask, b"\x0a\x01\x0a" * 100 + path * (FEW - 101 + over))
     if over > 0:
         with pytest.raises(InvalidRequest, match=r"^request: must have at most 5,000 fields"):

@@ -1,4 +1,4 @@
-"""Floors: up to which time each lane has been claimed."""
+"""Tests of floors: up to which time each lane has been claimed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def use(floors: Floors, *queues: QueueId) -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The process's monotonic clock, in a list of one element."""
+    """Replaces the monotonic clock of the process. The returned list has one element, the time."""
     now = [1000.0]
     monkeypatch.setattr("shard.queue.claim_floor.time.monotonic", lambda: now[0])
     return now
@@ -165,7 +165,7 @@ def test_rows_that_a_claim_locked_in_vain_are_looked_for_from_where_it_began() -
     use(floors, A, B)
     floors.claimed([taken(A, run_at=LONG_AGO), taken(B, run_at=LONG_AGO)], arrivals=0)
     before = {A: list(floors.of(A))}
-    # A claim at the same time skips the locked rows, and takes later rows. Another claim is still under way.
+    # A concurrent claim skips the locked rows, and takes later rows. Another claim has not ended yet.
     floors.claimed([taken(A, run_at=LONG_AGO + 10), taken(A, run_at=LONG_AGO + 10, priority=1)], arrivals=0)
     floors.missed(before)
     floors.claimed([taken(A, run_at=LONG_AGO + 20), taken(B, run_at=LONG_AGO + 20)], arrivals=0)

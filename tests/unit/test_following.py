@@ -1,7 +1,6 @@
 """The watcher that notices changes of the cluster file on disk."""
 
-# These tests are about files, and nothing else runs in their event loop.
-# ruff: noqa: ASYNC240
+# These tests may block the event loop with file operations, because nothing else runs in it. ruff: noqa: ASYNC240
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from shard.placement.cluster_file import ClusterFileError, digest_of
 from shard.placement.file_watcher import WatchedFile
 
 LONG_S = 10.0
-# Long enough for many reads of the file.
+# In this time, the watcher reads the file many times.
 SHORT_S = 0.2
 
 

@@ -1,5 +1,5 @@
-"""Admission to a router: no org fills it, calls that have ended are not counted, and memory is reserved before work is
-done."""
+"""How a router admits calls: no org takes all places, calls that have ended are not counted, and memory is reserved
+before work is done."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Peer:
 async def begun(
     gate: Gate, peer: str = "ipv4:127.0.0.1:1", *, caller: Principal | None = None
 ) -> tuple[Call, asyncio.Event]:
-    """Begins a call that is inside until its event is set. `caller`: the principal that the call has proved."""
+    """Begins a call, which lasts until its event is set. `caller`: the principal that the call has proved."""
     inside: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
     end = asyncio.Event()
 
@@ -72,7 +72,7 @@ TASKS: set[asyncio.Task[None]] = set()
 
 
 def entered(gate: Gate, org: str, *, at_most: int = CALLS_MAX) -> list[Call]:
-    """Lets in as many calls as the gate admits. Returns the calls that are inside."""
+    """Begins calls until the gate admits no more. Returns the admitted calls."""
     calls: list[Call] = []
     for _ in range(at_most):
         call = Call(gate.buffer, peer="ipv4:127.0.0.1:1")
@@ -110,7 +110,7 @@ async def test_calls_that_wait_for_jobs_leave_their_places_to_others(gate: Gate)
     calls = entered(gate, "busy")
     with gate.waiting(calls[0]):
         assert len(entered(gate, "busy")) == 1
-    # The call counts again, although there is no room.
+    # The earlier call counts again, although there is no room for it.
     assert entered(gate, "busy") == []
 
 
@@ -323,7 +323,7 @@ async def test_whoever_stops_waiting_for_memory_holds_up_nobody_behind_it_any_mo
 
 async def test_a_connection_that_is_full_holds_up_none_of_the_same_org_on_another_connection() -> None:
     shared = Buffer(100)
-    # A proxy's connection, which other clients of the proxy fill.
+    # Other clients of the same proxy have filled the connection of the proxy.
     assert account(shared, "others", "proxy").take(45)
     stuck = asyncio.create_task(account(shared, "org", "proxy").reserve(20, patiently=True))
     behind = asyncio.create_task(account(shared, "org", "proxy").reserve(20))

@@ -27,7 +27,7 @@ THOROUGH = int(os.environ.get("WINDROW_HANGING", "1000"))
 
 @dataclass(frozen=True)
 class Hanging:
-    """`count` handlers that all hang until their timeout, at the same time."""
+    """`count` handlers that hang at the same time, each until its timeout."""
 
     count: int
     timeout_s: float
@@ -61,7 +61,7 @@ async def test_handlers_that_hang_time_out_and_leave_their_places_and_no_memory(
             if job.kind == "hang":
                 held_s.append(time.monotonic() - began_s)
 
-    # A busy machine takes long to begin a thousand handlers. The window is long, so that no job goes back meanwhile.
+    # A busy machine takes long to start a thousand handlers. The window is long, so that no lease expires before that.
     worker = Worker(client, "q", concurrency=count, prefetch=0, visibility_window=300, middleware=[timed])
     over = threading.Event()
 
@@ -110,5 +110,5 @@ async def test_handlers_that_hang_time_out_and_leave_their_places_and_no_memory(
         f"{sum(one > timeout_s + 1 for one in held_s)} longer than {timeout_s + 1:g} s; all places were used again "
         f"{all_s:.1f} s after the start; {len(pids)} processes began; memory {before_mib:.0f} -> {rss_mib():.0f} MiB"
     )
-    # A handler costs its worker a few objects.
+    # The worker may keep a few objects for each handler.
     assert rss_mib() - before_mib < 50 + count / 10

@@ -1,5 +1,5 @@
-"""The doctor's findings and their severities, computed from given facts, because real facts would take too long to
-produce."""
+"""Tests the doctor's findings and their severities. The tests invent the facts, because real problems would take too
+long to produce."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_a_setting_that_hurts_is_named_with_its_value(bad: Setting, severity: Se
     finding = only(judge_settings({**SETTINGS, bad.name: bad}, SERVER))
     assert finding.severity is severity
     assert bad.shown in finding.what
-    # Operators know tables by their names.
+    # The text names the table, because operators do not know the term "hot table".
     assert "hot table" not in finding.why
 
 
@@ -343,7 +343,7 @@ def test_a_setting_is_put_right_where_that_counts(context: str, source: str, fix
         # Four checkpoints are too few to prove anything.
         (Checkpoints(timed=0, requested=4, wal_bytes=4 * GB), False),
         (Checkpoints(timed=20, requested=20, wal_bytes=20 * GB), False),
-        # With so little WAL, somebody requested these checkpoints.
+        # There is so little WAL that somebody must have requested these checkpoints by a command.
         (Checkpoints(timed=3, requested=20, wal_bytes=GB), False),
     ],
 )

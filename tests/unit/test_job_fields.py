@@ -93,7 +93,7 @@ def test_every_insert_of_a_job_names_all_that_its_producer_gave(package: str) ->
     for statement in loaded(package).values():
         for columns in INSERT.findall(statement.decode()):
             if statement == statements.ENQUEUE_PLAIN:
-                # This statement stores only jobs without any other field. The full statement stores all other jobs.
+                # This statement stores only jobs that have none of the other fields. ENQUEUE stores all other jobs.
                 continue
             assert set(re.findall(r"\w+", columns)) >= set(JOB_CONTENT), statement.name
 
@@ -102,7 +102,7 @@ def test_every_insert_of_a_stored_job_names_what_consumers_reported() -> None:
     for package in PACKAGES:
         for statement in loaded(package).values():
             for columns in INSERT.findall(statement.decode()):
-                # The statements that are left out here make new jobs.
+                # Only the statements that copy jobs are checked. The excluded statements make new jobs.
                 if statement not in (statements.ENQUEUE, statements.ENQUEUE_PLAIN, STORE_RUNS, STORE_WORKFLOW):
                     named = set(re.findall(r"\w+", columns))
                     assert named >= {*REPORTED, *OF_SCHEDULES, *OF_WORKFLOWS}, statement.name

@@ -1,4 +1,5 @@
-"""What handlers log: how much of the log is kept, and with which messages it is sent. The bad input comes first."""
+"""What handlers log: how much of the log is kept, and with which messages the log is sent. The tests with bad input
+come first."""
 
 from __future__ import annotations
 
@@ -244,7 +245,8 @@ async def test_a_handler_that_is_stopped_keeps_its_log(router: FakeRouter, clien
     async with running(worker):
         await begun[0].wait()
         await begun[1].wait()
-    # A Release message has only a lease, without a log. So a snooze for no time releases a job with a log.
+    # A Release message has a lease and no log. So the worker releases a job that has a log by a snooze with a delay of
+    # zero.
     (snooze,) = [snooze for message in router.of("Consume") for snooze in message.snoozes]
     assert snooze == queue_pb2.Snooze(lease=one.lease, log="begun")
     assert router.settled("Release") == [other.id]
@@ -256,7 +258,7 @@ async def test_a_thread_that_has_timed_out_adds_nothing_to_its_log(router: FakeR
     done = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    # Long enough for a busy machine to begin the thread.
+    # The timeout is long, so that even a busy machine starts the thread before it ends.
     @worker.handler("work", timeout=0.5)
     def work(job: Job) -> None:
         job.log("before")

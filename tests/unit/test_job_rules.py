@@ -1,4 +1,4 @@
-"""The client's rules for new jobs are the router's: both refuse the same fields."""
+"""The client has the same rules for new jobs as the router: the client and the router refuse the same fields."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def ahead(days: float) -> datetime:
     return datetime.now(UTC) + timedelta(days=days)
 
 
-# The texts of a template, except those that are names.
+# The text fields of a template, except names.
 TEXTS = [
     field.name
     for field in job_pb2.JobTemplate.DESCRIPTOR.fields
     if field.type == field.TYPE_STRING and field.name not in ("queue", "kind")
 ]
-# Values of each field at a bound and beyond it.
+# Values of each field at its bound and beyond its bound.
 FIELDS: list[dict[str, Any]] = [
     *(
         {name: value}
@@ -67,7 +67,7 @@ FIELDS: list[dict[str, Any]] = [
 ]
 
 
-# The values contain times, which differ between pytest's workers. The ids of these tests must not differ, so they are
+# The values contain times, which differ between pytest's workers. The ids of the tests must not differ, so each id is
 # made of the names of the fields.
 @pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: "-".join(fields))
 def test_the_client_refuses_the_fields_of_a_job_that_a_router_refuses(fields: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ def test_the_client_refuses_the_orgs_that_a_router_refuses(org: str) -> None:
     assert bool(org_fault(org)) == bool(violations_of(request))
 
 
-# This is no connection: the outbox must execute nothing on it.
+# This is not a connection. The outbox must not execute anything on it.
 NOWHERE = cast("psycopg.Connection[Any]", None)
 
 
@@ -128,7 +128,7 @@ def test_of_a_large_request_no_more_violations_are_looked_for_than_tell_its_item
     found = violations_of(request)
     assert found[0].field.startswith("jobs[0].template.attributes[")
     assert found[0].description.startswith("must not have NUL characters")
-    # If the router process looked for all 64,000 violations, it would serve nobody else for seconds.
+    # If the router process looked for all 64,000 violations, it could not serve any other call for seconds.
     assert 1000 < len(found) < 1300
     one_job = with_wrong_attributes(2, 50_000)
     assert len(violations_of(one_job)) < 3

@@ -1,4 +1,4 @@
-"""Key sets from URLs and files: what a server may answer, and that no answer holds up the router."""
+"""Key sets from URLs and files: what a server may answer, and that no answer blocks the router."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ async def test_a_change_that_the_source_tells_of_is_taken_up() -> None:
     async with running(made):
         await made.ring.refresh()
         made.source.change(jwks(NEW))
-        # The second fetch ends after the first one.
+        # The second fetch has begun, and ends after the first one.
         await made.source.asked_again.wait()
         await made.ring.refresh()
         assert await made.takes(NEW)

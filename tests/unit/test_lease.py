@@ -22,7 +22,7 @@ def test_a_token_says_its_shard_its_job_and_its_number(shard: ShardName, number:
 
 
 def test_the_bytes_of_a_token_never_change() -> None:
-    # Workers hold tokens while routers are upgraded.
+    # Workers have tokens while routers are upgraded, so the bytes of a token must not change.
     job = JobId("01900000-0000-7000-8000-000000000001")
     made = token(token_prefix(ShardName("s1"), 1), job)
     assert made.hex() == "012b5df013000000000000000101900000000070008000000000000001"

@@ -37,7 +37,7 @@ def limit(
 
 
 class Shard:
-    """A shard whose buckets do not fill. A bucket that is not among `buckets` draws from `tokens`."""
+    """A shard whose buckets do not fill. If a bucket is not in `buckets`, a draw takes from `tokens`."""
 
     def __init__(self, tokens: int, buckets: dict[LimitKey, int] | None = None) -> None:
         self.tokens = tokens
@@ -119,9 +119,9 @@ async def test_a_block_is_a_tenth_of_a_second_of_the_limit_at_most() -> None:
     opened, shard = limits_of(limit(10_000, interval_us=10_000_000)), Shard(10_000)
     for _ in range(50):
         await charge(opened, shard, jobs(20))
-    # A draw asks for a block of at most 100 tokens, and for those that its call lacks.
+    # A draw asks for a block of at most 100 tokens, and for the tokens that its call lacks.
     assert max(draw.wanted for draw in shard.draws) <= 100 + 20
-    # All calls came at the same time, so blocks grew to the size that the limit allows. Therefore there are fewer draws
+    # All calls came at the same time, so the blocks grew to the largest allowed size. Therefore there are fewer draws
     # than calls.
     assert len(shard.draws) < 25
 
@@ -252,11 +252,11 @@ async def test_a_process_that_ends_gives_back_what_is_being_drawn() -> None:
         async def draw(self, draw: Draw) -> Drawn:
             drawn = await super().draw(draw)
             if not draw.needed:
-                # This draw is ahead of need: no call waits for it.
+                # No call waits for this draw, because it was made before its tokens were needed.
                 await may_answer.wait()
             return drawn
 
-    # The limit allows 1,000 jobs a second, so blocks are drawn ahead.
+    # The limit allows 1,000 jobs a second, so the process draws blocks before it needs them.
     opened, shard = limits_of(limit(10_000, interval_us=10_000_000)), SlowShard(10_000)
     used = 0
     while all(draw.needed for draw in shard.draws):

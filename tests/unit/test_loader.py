@@ -13,7 +13,7 @@ from windrow import SyncClient, Unauthenticated
 
 
 def turn(address: str) -> None:
-    """Runs the loop's body once."""
+    """Runs the body of the importer's loop once."""
     with SyncClient(address, org="shop", timeout=0.5) as client:
         for job in loader.take(client, "loader", window_s=30.0):
             loader.work(client, job, window_s=30.0, slow_s=0.0)

@@ -1,4 +1,5 @@
-"""The watcher of a router's memory continues even if something fails."""
+"""Tests the watcher of a router's memory: which connections it closes, and that it continues even if something
+fails."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ async def connected() -> AsyncGenerator[tuple[int, str, asyncio.StreamReader], N
 async def test_a_peer_is_hung_up_where_no_more_files_can_be_opened() -> None:
     async with connected() as (port, peer, reader):
         watch = MemoryWatch(1 << 60)
-        # This call starts the thread now, because the start of a thread opens files.
+        # This call starts the thread now, because it could not start later, without free file descriptors.
         await asyncio.to_thread(connections.peers, port)
         with no_more_files():
             watching = asyncio.create_task(watch.run(Gate(Tracing(), Buffer(MIB)), port))
@@ -99,7 +100,7 @@ async def test_a_look_that_fails_is_followed_by_others_and_forgets_nobody(monkey
 
 
 class Router:
-    """A router process that is watched, with made-up memory and connections."""
+    """A router process that is watched. The test sets its memory and its connections."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, limit_mib: int) -> None:
         self.resident_mib = 0
@@ -137,7 +138,7 @@ async def test_a_process_above_half_of_its_limit_is_looked_at_more_often_and_oth
     assert router.watch._pause_s() == memory_watch._LOOK_S == 0.25
     router.resident_mib = 201
     assert router.watch._pause_s() == memory_watch._QUICK_LOOK_S < 0.05
-    # Looks do not list the connections as long as the process is below its limit.
+    # As long as the process is below its limit, the watcher does not list the connections.
     assert (await router.look(201), await router.look(400), router.listings) == ([], [], 0)
 
 
@@ -159,7 +160,7 @@ async def test_while_a_closed_connection_gives_back_its_memory_others_are_closed
     # The process has grown by 70 MiB more, so two more connections are closed.
     assert await router.look(520) == ["second", "third"]
     assert await router.look(440) == []
-    # The closed connections have had their time to give back memory, and the process is still too large.
+    # The time in which the closed connections may give back their memory is over, and the process is still too large.
     router.watch._accepted_until_s = 0
     assert await router.look(401) == ["honest"]
 
@@ -208,7 +209,8 @@ async def test_a_connection_whose_calls_have_long_metadata_is_not_blamed_for_wha
             for _ in range(count):
                 await stub.Check(health_pb2.HealthCheckRequest(), metadata=metadata, timeout=PATIENCE_S)
 
-        # Some calls of this connection are always inside. Their metadata is more than a connection may seem to hold.
+        # At every moment, the gate handles some calls of this connection. The metadata of all these calls has more than
+        # _BLAMED_BYTES in total.
         await asyncio.gather(*(use(750) for _ in range(4)))
         ((honest, received),) = connections.received_bytes(port).items()
         assert received > 3_000 * VALUE_CHARS_MAX > memory_watch._BLAMED_BYTES
@@ -240,7 +242,7 @@ async def test_calls_that_anybody_may_make_take_only_places_of_their_own(monkeyp
         for watch in watches:
             watch.cancel()
         async with asyncio.timeout(PATIENCE_S):
-            # The connection's places are free again as soon as the router has seen the cancellations.
+            # The places of the connection are free again when the router has seen the cancellations of its calls.
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     await stub.Check(health_pb2.HealthCheckRequest())

@@ -1,4 +1,4 @@
-"""The files in which router processes count, after a process has ended."""
+"""The files with the counters of router processes: what happens to a file after its process has ended."""
 
 from __future__ import annotations
 

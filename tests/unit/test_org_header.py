@@ -1,4 +1,4 @@
-"""The metadata windrow-org: what the client sends, and what the router takes."""
+"""The metadata `windrow-org`: which values the client sends, and which values the router accepts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from windrow.org_header import ORG_HEADER, org_metadata, org_of_header
 
 
 class Caller:
-    """The context of a call with this metadata."""
+    """The gRPC context of a call with this metadata."""
 
     def __init__(self, *metadata: tuple[str, str]) -> None:
         self._metadata = metadata

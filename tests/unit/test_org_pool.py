@@ -36,7 +36,7 @@ def pool_of(shards: Callable[[], Mapping[ShardName, ShardHandle]] = dict) -> Org
 
 
 def dealt(pool: OrgPool, org: OrgId, jobs: int) -> int:
-    """Returns how many of these new jobs of an org get places."""
+    """Gives an org this many new jobs. Returns how many of them get places."""
     return sum(share.count for share in pool.deal(org, [100] * jobs))
 
 
@@ -75,7 +75,7 @@ async def test_while_a_claim_of_an_org_waits_for_its_next_try_no_newer_job_of_th
 
 
 class ConsumerOfPool(WaitingConsumer):
-    """Tells its pool that it has credit again, as streams do."""
+    """A consumer that tells its pool when it has credit again, as streams do."""
 
     def __init__(self, pool: OrgPool) -> None:
         super().__init__(OrgId(""), credit=10, all_orgs=True, buffer=Buffer(2**30))
@@ -87,7 +87,8 @@ class ConsumerOfPool(WaitingConsumer):
 
 
 class LimitedStarts:
-    """All orgs have a limit of jobs in flight. The first claim gets no job. The second one never ends."""
+    """Limits of starts, for which every org has a limit of jobs in flight. The first claim gets no job. The second
+    claim never ends."""
 
     def __init__(self) -> None:
         self.claims = 0

@@ -1,4 +1,4 @@
-"""Where pinned orgs should live, for any cluster file. Pure: no database, no clock."""
+"""Where pinned orgs should live, for any cluster file. The tests use no database and no clock."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def at(*reads: ShardName) -> Placement:
 def pinned(
     wishes: Mapping[str, PinTarget | None], homes: Mapping[str, Placement], *, hashes: Placement | None = None
 ) -> tuple[Catalog, list[Pin]]:
-    """Makes pinned orgs that live where `homes` says. All hash slots are where `hashes` says."""
+    """Makes a catalog with pinned orgs, which live on the shards in `homes`. The placement of all hash slots is
+    `hashes`."""
     pins = [
         Pin(org=OrgId(org), slot=Slot(SLOTS + n), epoch=1, target=wish) for n, (org, wish) in enumerate(wishes.items())
     ]
@@ -45,7 +46,7 @@ def planned(
     *entries: ShardEntry,
     hashes: Placement | None = None,
 ) -> dict[str, ShardName]:
-    """Returns the plan by org; asserts that there are no complaints."""
+    """Returns the planned shard of each org. Asserts that there are no complaints."""
     catalog, pins = pinned(wishes, homes, hashes=hashes)
     found = plan(catalog, pins, entries)
     assert found.complaints == {}

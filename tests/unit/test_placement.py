@@ -1,4 +1,5 @@
-"""Where orgs live. Stored data depends on slot_of: these vectors are never edited, only added to."""
+"""Where orgs live. Stored data depends on the results of `slot_of`, so the test vectors must not be edited. New ones
+may be added."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ GOLDEN = {
     "müller": 14683,
     "日本": 2821,
     "🌾": 3096,
-    # A reader sees the same letter twice, but Unicode has two spellings of it. These are two orgs, because Windrow
-    # normalizes nothing.
+    # These two texts look the same, because Unicode can write this letter in two ways. They are two orgs, because
+    # Windrow does not normalize names.
     "e\u0301": 14082,
     "\u00e9": 15845,
     "x" * 128: 4904,
@@ -47,7 +48,7 @@ def weighted(draw: st.DrawFn) -> dict[ShardName, float]:
     return weights
 
 
-# Few examples, because each plans 16,384 slots twice.
+# There are few examples, because each example plans 16,384 slots twice.
 few = settings(max_examples=25)
 
 
@@ -77,7 +78,7 @@ def test_every_org_has_a_slot_of_the_16384(org: str) -> None:
 
 def test_many_orgs_spread_over_the_slots() -> None:
     counts = Counter(slot_of(OrgId(f"org-{n}")) * 16 // SLOTS for n in range(16_000))
-    # 1,000 in each sixteenth, give or take five standard deviations.
+    # Each sixteenth of the slots has 1,000 orgs, with an error of at most five standard deviations.
     assert set(counts) == set(range(16))
     assert all(abs(count - 1000) < 5 * math.sqrt(1000) for count in counts.values())
 

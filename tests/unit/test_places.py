@@ -1,4 +1,4 @@
-"""Shares of places: every new org finds places, and an org without any other org has half of all places."""
+"""How orgs share places: every new org gets places, and an org that is alone gets half of all places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The contract for generators of other languages: copies without rules, options, and the service config."""
+"""The contract for generators of other languages: the copies of the protos without rules, the options of the files, and
+the service config."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# The only generator that this protoc has built in is Python's.
+# This `protoc` has only one generator built in, the one for Python.
 GRPC_TOOLS = (sys.executable, "-m", "grpc_tools.protoc")
 
 
@@ -64,8 +65,7 @@ def messages_in(message: Message) -> Iterator[Message]:
 
 
 def without_options(file: FileDescriptorProto) -> FileDescriptorProto:
-    """Returns a file in the form in which generators that ignore rules see it. Rules are options that this process does
-    not know."""
+    """Returns a file as generators that ignore rules see it. The rules are options that this process does not know."""
     stripped = FileDescriptorProto()
     stripped.CopyFrom(file)
     stripped.ClearField("source_code_info")
@@ -79,8 +79,8 @@ def without_options(file: FileDescriptorProto) -> FileDescriptorProto:
 
 
 def comments(file: FileDescriptorProto) -> dict[tuple[int, ...], tuple[str, ...]]:
-    """Returns every comment, by the path of what it explains. Comments of imports are left out, because their paths
-    contain the numbers of the imports."""
+    """Returns every comment, by the path of the element that the comment explains. Comments of imports are left out,
+    because their paths contain the numbers of the imports."""
     return {
         tuple(place.path): (*place.leading_detached_comments, place.leading_comments, place.trailing_comments)
         for place in file.source_code_info.location
@@ -101,7 +101,7 @@ def test_the_copies_say_the_same_as_the_originals_without_rules(plain: Path, tmp
 
 
 def test_nothing_but_rules_is_missing_in_a_copy(plain: Path) -> None:
-    """Each line is a line of the original, or the beginning of a line up to the rules."""
+    """Each line of a copy is a line of the original, or the text of such a line before its rules."""
     for path in PROTO.glob("windrow/v1/*.proto"):
         original = path.read_text().splitlines()
         for line in (plain / path.relative_to(PROTO)).read_text().splitlines():

@@ -1,5 +1,5 @@
-"""What must move according to the catalog and the cluster file: as little as possible, and nothing because of a
-temporary state."""
+"""Which slots must move according to the catalog and the cluster file. As few slots as possible move, and none because
+of a temporary state."""
 
 from __future__ import annotations
 

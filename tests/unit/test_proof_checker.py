@@ -1,4 +1,5 @@
-"""The checker on histories that the tests make: it accepts a clean history, and finds each violation."""
+"""Tests the checker of the proof on histories that the tests make: the checker accepts a clean history, and finds each
+violation."""
 
 from __future__ import annotations
 
@@ -174,7 +175,7 @@ def found(given: Evidence) -> list[str]:
 
 
 def whole_life(job: str = "j1", at_s: float = 10.0) -> Evidence:
-    """One job, enqueued, delivered, acked and finished."""
+    """Returns the evidence of one job that is enqueued, delivered, acked and finished."""
     return evidence(
         enqueues=[enqueue(job, at_s)],
         deliveries=[delivery(job, at_s + 1, lease=1)],
@@ -303,7 +304,8 @@ def test_an_acknowledged_duplicate_that_is_nowhere_is_found() -> None:
 
 
 def overlapping(*, later_at_s: float) -> Evidence:
-    """A lease of a Dequeue, whose window ends at 13.9, and a lease of another consumer."""
+    """Returns a job with two leases. A Dequeue made the first one, whose window ends at 13.9. Another consumer got the
+    second one."""
     return evidence(
         enqueues=[enqueue("j1", 10.0)],
         deliveries=[
@@ -391,7 +393,8 @@ def test_two_acks_of_one_job_are_found() -> None:
         settles=[settle(Verb.ACK, "j1", 12.0, lease=1), settle(Verb.ACK, "j1", 16.0, lease=2)],
         rows=[succeeded("j1", lease=2, history=[past(1, "expired", 10_000, 900_000)])],
     )
-    # The other two violations: the job was delivered after its ack, and the books lack the ack of the first lease.
+    # There are two other violations: the job was delivered after its ack, and the books lack the ack of the first
+    # lease.
     assert found(given) == ["I2"] * 3
 
 
@@ -433,7 +436,8 @@ def test_one_lease_given_to_two_is_found() -> None:
 
 
 def test_an_ack_that_was_refused_and_finished_the_job_is_found() -> None:
-    # The ack came after the end of the lease's window, so the violation is not the refusal.
+    # The ack came after the end of the lease's window, so the router was right to refuse it. The violation is that the
+    # job finished.
     given = changed(whole_life(), settles=[settle(Verb.ACK, "j1", 15.0, lease=1, answer=Answer.STALE)])
     assert found(given) == ["I2"]
 
@@ -466,7 +470,7 @@ def test_what_was_answered_ok_and_is_not_in_the_books_is_found(verb: Verb) -> No
 
 
 def given_back(*settles: Settle) -> Evidence:
-    """A consumer read the job, and in the books its lease was released."""
+    """Returns a job that a consumer read. In the books, the lease of this consumer was released."""
     return evidence(
         enqueues=[enqueue("j1", 10.0)],
         deliveries=[delivery("j1", 11.0, lease=1, of=Verb.CONSUME), delivery("j1", 13.0, lease=2, client="w2")],
@@ -486,7 +490,7 @@ def test_a_job_that_its_consumer_gave_back_passes_whether_it_was_answered_or_not
 
 
 def refused_ack(at_s: float, *others: Settle, cancels: Sequence[Cancel] = ()) -> Evidence:
-    """An ack is answered STALE. Its lease comes from a Dequeue, and the window ends at 13.9."""
+    """Returns a job whose ack is answered STALE. A Dequeue made the lease, and the window of the lease ends at 13.9."""
     return evidence(
         enqueues=[enqueue("j1", 10.0)],
         deliveries=[delivery("j1", 11.0, lease=1), delivery("j1", 15.0, lease=2, attempt=2, client="w2")],
@@ -571,7 +575,7 @@ def test_two_jobs_of_one_dedup_key_are_found() -> None:
         rows=[succeeded("j1", key="k"), succeeded("j2", key="k")],
     )
     assert found(given) == ["I3"]
-    # No producer got an answer about the second job, but it was stored.
+    # No producer got an answer about the second job, but the job was stored.
     unheard = [enqueue("j1", 10.0, key="k"), enqueue("j2", 11.0, key="k", answered=None)]
     assert found(changed(given, enqueues=unheard)) == ["I3"]
 
@@ -624,7 +628,7 @@ def test_a_job_that_was_never_done_is_found() -> None:
         rows=[replace(succeeded("j1"), state=State.LIVE, lease=None, leased_at_us=None)],
     )
     assert found(given) == ["I7"]
-    # No producer got an answer, so the job may have been stored a moment ago.
+    # No producer got an answer, so the job may have been stored just before the end.
     assert found(changed(given, enqueues=[enqueue("j1", 10.0, answered=None)])) == []
 
 
@@ -788,14 +792,15 @@ def test_a_move_and_its_way_back_pass() -> None:
 @pytest.mark.parametrize(
     "catalog",
     [
-        # In this order: two writers; no writer; a writer that is not read; three shards that are read.
+        # The wrong placements are, in this order: two writers; no writer; a writer that is not read; three shards that
+        # are read.
         [placed("s1 s2", "s1 s2", 1)],
         [placed("", "s1", 1)],
         [placed("s1", "s2", 1)],
         [placed("s1", "s1 s2 s3", 1)],
-        # In this order: the writer switched before the move began; the move began without a new epoch; the move ended
-        # at its own source; the writer switched under another epoch, went back to the source, or switched to a third
-        # shard.
+        # The wrong moves are, in this order: the writer switched before the move began; the move began without a new
+        # epoch; the move ended at its own source; the writer switched under another epoch; the writer went back to the
+        # source; the writer switched to a third shard.
         [PLACED[0], placed("s2", "s2", 5)],
         [PLACED[0], placed("s1", "s1 s2", 1)],
         [*PLACED[:2], placed("s1", "s1", 5)],
@@ -812,8 +817,8 @@ def test_what_is_no_step_of_a_move_is_found(catalog: Sequence[Placed]) -> None:
 @pytest.mark.parametrize(
     "known",
     [
-        # In this order: the slot is opened again under the epoch that closed it; the slot is opened again under an
-        # older epoch; a chunk comes twice; a chunk is left out.
+        # The wrong records are, in this order: the slot is opened again under the epoch that closed it; the slot is
+        # opened again under an older epoch; a chunk comes twice; a chunk is missing.
         [*ON_S1, owned("s1", 24.0, "owned", 5, chunk=2)],
         [*ON_S1, owned("s1", 24.0, "owned", 1)],
         [*ON_S1, ON_S1[-1]],
@@ -828,7 +833,7 @@ def test_two_owners_at_one_time_are_found_unless_the_clock_jumped() -> None:
     early = moved(s2=[owned("s2", 19.5, "owned", 5), *ON_S2[1:]])
     assert found(early) == ["I6"]
     assert found(changed(early, drift_s=1.0)) == []
-    # A step with several slots has one record for all of them, and is one violation.
+    # A step with several slots has one record for all of these slots, so the step is one violation.
     slots = [SLOT, SLOT + 1, SLOT + 2]
     several = [owned(shard, at_s, "owned", 1, slots=slots) for shard, at_s in (("s1", 0.0), ("s2", 1.0))]
     assert found(moved(catalog=(), s1=several[:1], s2=several[1:])) == ["I6"]
@@ -862,7 +867,7 @@ def test_a_job_that_has_finished_before_its_slot_left_passes() -> None:
 
 
 def departing(given: Evidence, *, shard: str) -> Evidence:
-    """The same job also departs from this shard."""
+    """Adds to the evidence that the job also departs from this shard."""
     row = replace(succeeded("j1", shard=shard), state=State.LIVE, departing=True, lease=None, leased_at_us=None)
     books = [*given.books, OrgBooks(shard=shard, org=ORG, accepted=1, balanced=True)]
     return replace(given, rows=[*given.rows, row], books=books)
@@ -930,7 +935,7 @@ def test_an_old_cluster_file_that_stays_in_force_is_found() -> None:
 
 
 def restarted(*calls: Call) -> Evidence:
-    """The history of a router that was restarted from 20 to 25, without other faults."""
+    """Returns the history of a router that was restarted from 20 to 25. There are no other faults."""
     alone = [Alone(fault="restart-router", began_s=20.0, ended_s=25.0)]
     return changed(replace(whole_life(), alone=alone), calls=calls)
 
@@ -950,10 +955,10 @@ def test_an_orderly_restart_that_shows_unavailable_passes() -> None:
         failed(Verb.ACK, 21.0, "UNAVAILABLE"),
         failed(Verb.ACK, 21.0, "SETTLED_UNAVAILABLE"),
         failed(Verb.ACK, 21.0, "STREAM_ENDED"),
-        # A stream's own deadline was over, or the client wrote to a stream that had ended.
+        # The deadline of a stream had passed, or the client wrote to a stream that had ended.
         failed(Verb.CONSUME, 21.0, "DEADLINE_EXCEEDED"),
         failed(Verb.CONSUME, 21.0, "WRITE_FAILED"),
-        # The lease of the addition had ended, or the client gave the call up.
+        # The lease of the job that adds nodes had ended, or the deadline of the call had passed.
         failed(Verb.ADD, 21.0, "FAILED_PRECONDITION"),
         failed(Verb.ADD, 21.0, "DEADLINE_EXCEEDED"),
         # The node had failed without a signal.
@@ -974,7 +979,7 @@ def test_a_call_that_was_given_up_while_the_machine_stalled_is_not_blamed_on_the
 
 
 def locked(*acks: Call) -> Evidence:
-    """The history of one org whose rows were locked from 20 to 26, without other faults."""
+    """Returns the history of one org whose rows were locked from 20 to 26. There are no other faults."""
     alone = [Alone(fault="lock-rows", began_s=20.0, ended_s=26.0, orgs=[OTHER])]
     return changed(replace(whole_life(), alone=alone, answer_s_max=2.0), calls=acks)
 
@@ -989,7 +994,7 @@ def test_an_ack_that_is_answered_soon_or_is_of_the_org_whose_row_is_locked_passe
     acks = [
         call(Verb.ACK, 21.0, 22.0),
         call(Verb.ACK, 21.0, 26.1, org=OTHER),
-        # This ack has not waited for long when the lock ends.
+        # When the lock ends, this ack has waited for only one second.
         call(Verb.ACK, 25.0, 28.0),
         call(Verb.ACK, 10.0, 19.0),
     ]
@@ -1087,7 +1092,7 @@ def test_a_key_of_another_shard_may_still_stand_for_a_job_that_moved_here_and_is
 
 
 def run_again(at_s: float = 30.0) -> Evidence:
-    """A job was acked at 14, and was delivered again."""
+    """Returns the evidence of a job that was acked at 14 and was delivered again."""
     return evidence(
         enqueues=[enqueue("j1", 5.0)],
         deliveries=[delivery("j1", 13.0, lease=1), delivery("j1", at_s, lease=2, client="w2")],
@@ -1098,8 +1103,8 @@ def run_again(at_s: float = 30.0) -> Evidence:
 
 def test_a_job_whose_ack_the_backup_lacks_may_run_again_and_no_other() -> None:
     given = restored(run_again(), backup=[live("j1")], replaced=[succeeded("j1")])
-    # The excused violations: the job was delivered after its ack, it was acked twice, and the books lack the first
-    # ack.
+    # The excused violations are: the job was delivered after its ack, the job was acked twice, and the books lack the
+    # first ack.
     assert (found(given), excused(given)) == ([], ["I2"] * 3)
     # The backup has the ack, or the replaced database lacked the ack, or the job was never on the shard.
     assert found(restored(run_again(), backup=[succeeded("j1")], replaced=[succeeded("j1")])) == ["I2"] * 3
@@ -1133,8 +1138,8 @@ def test_attempts_are_counted_anew_by_the_backup() -> None:
     )
     acked = succeeded("j1", lease=2, history=[past(1, "nacked", 10_000, 900_000)])
     again = restored(given, backup=[live("j1")], replaced=[acked])
-    # The excused violations: the job was delivered after its ack, it was acked twice, and the books lack the nack and
-    # the first ack.
+    # The excused violations are: the job was delivered after its ack, the job was acked twice, and the books lack the
+    # nack and the first ack.
     assert (found(again), excused(again)) == ([], ["I2"] * 4)
     assert "I2" in found(restored(given, backup=[acked], replaced=[acked]))
 
@@ -1147,7 +1152,7 @@ def test_a_cancel_that_the_backup_lacks_may_be_undone_and_no_other() -> None:
     )
     cancelled = replace(live("j1"), state=State.CANCELLED)
     lacking = restored(given, backup=[live("j1")], replaced=[cancelled])
-    # The excused violations: the cancelled job was delivered, and it succeeded.
+    # There are two excused violations: the cancelled job was delivered, and the cancelled job succeeded.
     assert (found(lacking), excused(lacking)) == ([], ["I2"] * 2)
     assert found(restored(given, backup=[cancelled], replaced=[cancelled])) == ["I2"] * 2
     assert found(restored(given, backup=[live("j1")], replaced=[live("j1")])) == ["I2"] * 2
@@ -1172,7 +1177,7 @@ def test_a_lease_may_end_with_the_database_that_gave_it_and_no_sooner() -> None:
     leased = live("j1", lease=1)
     given = restored(cut_off(22.0), backup=[live("j1")], replaced=[leased])
     assert (found(given), excused(given)) == ([], ["I2"])
-    # The backup had the lease, but may lack an extension of it.
+    # The backup had the lease, but may lack an extend of the lease.
     assert found(restored(cut_off(22.0), backup=[leased], replaced=[leased])) == []
     assert found(restored(cut_off(19.95), backup=[live("j1")], replaced=[leased])) == ["I2"]
     assert found(restored(cut_off(22.0))) == ["I2"]
@@ -1245,7 +1250,8 @@ def test_a_job_that_the_backup_has_or_that_was_stored_again_is_never_unknown() -
 def astray(
     second: Row, *, backup: Sequence[Row] = (live("j1"),), replaced: Sequence[Row] = (), asked: bool = True
 ) -> list[str]:
-    """After the copy was made, the job moved from s1 to s2 and succeeded there. A client asked to cancel it."""
+    """Returns what the checker finds. After the backup was made, the job moved from s1 to s2 and succeeded on s2. A
+    client asked to cancel the job."""
     given = whole_life()
     rows = [succeeded("j1", shard="s2"), second]
     books = [OrgBooks(shard=shard, org=ORG, accepted=1, balanced=True) for shard in (SHARD, "s2")]
@@ -1314,7 +1320,7 @@ def test_a_key_that_the_backup_lacks_may_stand_for_another_job_and_no_other_key(
     assert found(restored(given(first, other), replaced=[gone], replaced_keys=[key])) == []
     assert "I3" in found(restored(given(first, other), replaced=[gone], replaced_keys=[key], backup_keys=[key]))
     assert "I3" in found(restored(given(first, other), replaced=[gone]))
-    # The key is also answered with the first job's id again, or with the ids of two other jobs.
+    # One more answer for this key is a violation: the first job's id after the restore, or the id of a third job.
     again = enqueue("j1", 28.5, key="k", duplicate=True)
     assert "I3" in found(restored(given(first, again, other), replaced=[gone], replaced_keys=[key]))
     third = enqueue("j3", 30.0, key="k")
@@ -1326,7 +1332,7 @@ CAME_TO_S2 = (owned("s2", 15.0, "owned", 5), owned("s2", 17.0, "owned", 5, chunk
 
 
 def slots_of_backup(*since: Owned, replaced: Sequence[Owned] = LEFT_S1, s2: Sequence[Owned] = CAME_TO_S2) -> list[str]:
-    """Returns what the checker finds. The slot has moved to s2 since the copy was made."""
+    """Returns what the checker finds. The slot moved to s2 after the backup was made."""
     given = moved(s1=[LEFT_S1[0], *since], s2=s2)
     return found(restored(given, replaced=[], owned=replaced))
 
@@ -1334,10 +1340,10 @@ def slots_of_backup(*since: Owned, replaced: Sequence[Owned] = LEFT_S1, s2: Sequ
 def test_a_slot_that_had_left_is_owned_once_more_by_the_backup_until_that_is_accepted() -> None:
     closed = owned("s1", 27.0, "draining", 5)
     assert slots_of_backup(closed) == []
-    # s1 closed the slot too late, or never.
+    # s1 closed the slot too late, or did not close it.
     assert slots_of_backup(owned("s1", 40.0, "draining", 5)) == ["I6"]
     assert "I6" in slots_of_backup()
-    # Before the database was replaced the normal rule applies.
+    # Before the database was replaced, the normal rule applies.
     assert slots_of_backup(closed, replaced=LEFT_S1[:1]) == ["I6"]
     assert "I6" in slots_of_backup(closed, replaced=[*LEFT_S1[:2], owned("s1", 19.0, "owned", 1)])
 
@@ -1378,8 +1384,8 @@ def test_orgs_of_other_shards_that_are_refused_as_well_are_found() -> None:
     refusal = replace(failed(Verb.ENQUEUE, 22.0, "UNAVAILABLE"), org=OTHER)
     assert refused(refusal) == ["restore"]
     assert refused(replace(refusal, code="DEADLINE_EXCEEDED")) == []
-    # Refusals of the shard's own orgs are expected. So are refusals of other orgs before the database is back, and
-    # from the acceptance of the loss on.
+    # Refusals for the orgs of the restored shard are expected. Refusals for other orgs are expected before the database
+    # is back, and after the operator has begun to accept the loss.
     assert refused(failed(Verb.ENQUEUE, 22.0, "UNAVAILABLE")) == []
     assert refused(replace(refusal, began_s=20.1, ended_s=20.2), replace(refusal, began_s=26.0, ended_s=26.1)) == []
 
@@ -1416,7 +1422,7 @@ def test_whether_a_job_comes_is_not_examined_where_nothing_says_by_when() -> Non
 
 
 def workflow_of_two() -> Evidence:
-    """Job j2 waits for job j1. Both are done."""
+    """Returns a workflow in which job j2 waits for job j1. The two jobs have succeeded."""
     first, second = (replace(enqueue(job, 10.0), workflow="w") for job in ("j1", "j2"))
     return evidence(
         enqueues=[first, replace(second, after=["j1"], delay_s=math.inf)],
@@ -1468,7 +1474,7 @@ def test_an_acknowledged_workflow_that_is_nowhere_is_found(answered: bool) -> No
 
 @pytest.mark.parametrize("was_lost", [True, False])
 def test_only_a_workflow_that_arrived_after_the_backup_may_be_nowhere(was_lost: bool) -> None:
-    """Its finished jobs stayed on another shard."""
+    """The finished jobs of the workflow stayed on another shard."""
     given = replace(workflow_of_two(), flows=[])
     restore = restored(given).restored
     assert restore is not None
@@ -1510,7 +1516,7 @@ def test_a_node_whose_last_lease_expired_has_ended() -> None:
 def test_a_stranded_node_is_found() -> None:
     given = workflow_of_two()
     stranded = replace(given, flows=[flow_of_two(state="running", j2="blocked")])
-    # The two violations: the node is stranded, and so is its workflow.
+    # There are two violations: one for the node and one for the workflow.
     assert found(stranded) == ["I11", "I11"]
     assert found(replace(stranded, calm_s=None)) == []
 
@@ -1535,7 +1541,7 @@ def addition(
     lease: LeaseKey = LeaseKey("j1", 1),  # noqa: B008 - it is a tuple
     code: str = "",
 ) -> Addition:
-    """Job j1 adds node j1+0, which waits for j1. The call is answered unless there are no jobs."""
+    """Returns a call by which job j1 adds node j1+0, which waits for j1. If `jobs` is empty, the call has no answer."""
     outcome = Outcome.OK if jobs else Outcome.UNKNOWN
     return Addition(
         call=replace(call(Verb.ADD, at_s), code=code, outcome=outcome),
@@ -1554,8 +1560,8 @@ def told(added: Addition) -> Enqueue:
 
 
 def workflow_that_grew() -> Evidence:
-    """While job j1 ran, it added node j1+0, whose job is j3. The callback j2 came after both. The first call was not
-    answered, and the second one found what the first had stored."""
+    """Returns a workflow. While job j1 ran, it added node j1+0, whose job is j3. The callback j2 ran after j1 and j3.
+    The first call that added the node was not answered, and the second call found the stored node."""
     given = workflow_of_two()
     again = addition(11.7, jobs={"j1+0": "j3"})
     return changed(
@@ -1590,7 +1596,7 @@ def test_a_workflow_that_grew_passes_whether_an_answer_came_or_not() -> None:
 def test_a_node_that_was_acknowledged_as_added_and_is_nowhere_is_found() -> None:
     given = workflow_that_grew()
     assert found(replace(given, flows=[replace(flow_of_two(), callbacks=frozenset({"j2"}))])) == ["I1"]
-    # The node is there with another job.
+    # The node exists, but with another job.
     other = replace(
         given,
         flows=[grown_flow(job="j9")],
@@ -1635,7 +1641,7 @@ def test_a_node_that_was_told_new_twice_is_found() -> None:
 def test_a_node_that_nobody_added_is_found() -> None:
     given = workflow_that_grew()
     given = changed(given, enqueues=given.history.enqueues[:2], additions=[])
-    # The three violations: the node, its job, and the payload of the job.
+    # There are three violations: one for the node, one for its job, and one for the payload of the job.
     assert sorted(found(given)) == ["I3", "I3", "I4"]
 
 
@@ -1694,8 +1700,9 @@ def test_an_addition_that_is_refused_as_if_it_were_of_others_is_found(code: str)
 def job_that_waits(
     again_s: float = 12.6, *, outcome: Outcome = Outcome.OK, waits: bool = True, ended_as: str = "released"
 ) -> Evidence:
-    """Job j1 came with lease 8, and added node j1+0, whose job is j3, to wait for it. It came again at `again_s` with
-    lease 1, by a stream. Job j3 was acked at 12.4."""
+    """Returns the evidence of a job that waits. Job j1 was delivered with lease 8, and added node j1+0, whose job is
+    j3. Then j1 waited for this node. A stream delivered j1 again at `again_s`, with lease 1. Job j3 was acked at
+    12.4."""
     given = workflow_that_grew()
     jobs = {"j1+0": "j3"} if outcome is Outcome.OK else {}
     wait = addition(11.2, jobs=jobs, stored=len(jobs), lease=LeaseKey("j1", 8))
@@ -1719,7 +1726,7 @@ def job_that_waits(
 
 
 def moving(given: Evidence, *, began_s: float, ended_s: float, slot: int = SLOT) -> Evidence:
-    """The slot moved between these times."""
+    """Adds to the evidence that the slot moved between these times."""
     at_rest = [placed("s1", "s1", 1, slot=one) for one in {SLOT, slot}]
     steps = [("s1", "s1 s2", began_s), ("s2", "s1 s2", began_s), ("s2", "s2", ended_s)]
     moved = [placed(writes, reads, 2, slot=slot, at_s=at_s) for writes, reads, at_s in steps]
@@ -1755,7 +1762,7 @@ def test_a_job_that_waits_while_its_org_moves_may_come_again_and_wait_on_the_oth
     assert about_waits(moving(given, began_s=10.0, ended_s=11.25)) == []
     assert about_waits(moving(given, began_s=11.25, ended_s=14.0)) == []
     assert about_waits(moving(given, began_s=12.0, ended_s=14.0)) == ["I11"]
-    # The slot is that of another org, or the own slot of this org.
+    # First, the slot is the slot of another org. Then, it is the org's own slot.
     other = moving(given, began_s=10.0, ended_s=14.0, slot=SLOTS)
     assert about_waits(other) == ["I11"]
     assert about_waits(replace(other, pins={ORG: SLOTS})) == []
@@ -1771,7 +1778,7 @@ def test_a_wait_that_was_answered_ends_the_lease() -> None:
     assert found(changed(given, settles=[*given.history.settles, acked])) == []
     extended = settle(Verb.EXTEND, "j1", 11.5, lease=8)
     assert found(changed(given, settles=[*given.history.settles, extended])) == ["I2"]
-    # Without the wait, the job was not given back.
+    # If the job does not wait for the node, the router must not have released the job.
     added = replace(given.history.additions[0], wait=False, waits=False)
     assert found(changed(given, additions=[added])) == ["I2"]
 
@@ -1795,7 +1802,7 @@ def test_a_job_that_waits_is_due_when_the_nodes_have_ended(outcome: Outcome) -> 
         ],
     )
     assert found(late) == []
-    # If it does not wait, it is due at the end of its lease.
+    # If the job does not wait, it is due at the end of its lease.
     refused = changed(late, additions=[])
     assert "I7" in found(refused)
 
@@ -1809,7 +1816,8 @@ def test_only_a_backup_excuses_a_job_that_does_not_wait() -> None:
 
 
 def test_a_job_of_an_added_node_may_be_there_although_its_workflow_was_lost() -> None:
-    """The workflow arrived after the backup, and its finished jobs stayed. No addition was answered."""
+    """The workflow arrived after the backup, and its finished jobs stayed on the other shard. No call that added a node
+    was answered."""
     given = workflow_that_grew()
     given = changed(given, enqueues=given.history.enqueues[:2], additions=given.history.additions[:1])
     given = restored(replace(given, flows=[]), backup=given.rows, replaced=given.rows)
@@ -1821,8 +1829,8 @@ def test_a_job_of_an_added_node_may_be_there_although_its_workflow_was_lost() ->
 
 
 def test_only_a_job_of_a_workflow_that_was_lost_may_be_there_although_no_answer_named_it() -> None:
-    """The workflow and its retry arrived after the backup, and their finished jobs stayed on another shard. Nobody was
-    told the ids of the jobs of the retry, or of the node that job 0 of the workflow had added."""
+    """The workflow and its retry arrived after the backup, and their finished jobs stayed on another shard. No client
+    was told the ids of the retry's jobs, or the id of the node that job 0 of the workflow had added."""
     flow, retry, other = "0198d2c4-7a11-7abc-8def-0123456789ab", "0198d2c4-7a22-7abc-8def-000000000000", "w"
     first = job_id_of(WorkflowId(flow), 0)
     given = whole_life(first)
@@ -1870,13 +1878,13 @@ def test_only_a_job_of_a_workflow_that_was_lost_may_wait_for_ever(was_lost: bool
     assert restore is not None
     restore = replace(restore, replaced=replace(restore.replaced, flows=frozenset({"w"})))
     given = replace(given, restored=restore)
-    # If the workflow is there, its callback must not have come before job j3 had ended.
+    # If the workflow was not lost, its callback must not be delivered before job j3 has ended.
     assert found(given) == ([] if was_lost else ["I7", "I11"])
 
 
 @pytest.mark.parametrize("stored", [0, 1])
 def test_only_the_finished_job_of_a_node_that_was_known_may_be_missing_after_the_restore(stored: int) -> None:
-    """Job j3 was on the restored shard, and the workflow on another one. A later call names the job once more."""
+    """Job j3 was on the restored shard, and the workflow was on another shard. A later call names the job again."""
     given = workflow_that_grew()
     first = addition(11.7, jobs={"j1+0": "j3"}, stored=1 - stored)
     again = addition(SWAPPED_S + 1, jobs={"j1+0": "j3"}, stored=stored)
@@ -1900,7 +1908,7 @@ def test_only_an_added_node_that_the_backup_lacks_may_be_missing(was_lost: bool)
         books=[replace(given.books[0], accepted=2)],
     )
     lacking = restored(lacking, backup=given.rows[: 2 if was_lost else 3], replaced=given.rows)
-    # Violations of I1 for the job and for the node, and of I2 for the ack if the backup lacks the job.
+    # The job and the node are violations of I1. If the backup lacks the job, the ack is a violation of I2.
     assert (found(lacking), excused(lacking)) == (([], ["I1", "I2", "I1"]) if was_lost else (["I1", "I1"], []))
 
 
@@ -1911,7 +1919,8 @@ SECOND_US = 1_000_000
 
 
 def a_run(at_s: int, *, job: str | None = None, skipped_for: str | None = None, through_s: int | None = None) -> Run:
-    """A run that was stored if there is a job, skipped if there is a reason, and waits otherwise."""
+    """Returns a run. If `job` is given, the run was stored; if `skipped_for` is given, the run was skipped; otherwise,
+    the run waits."""
     outcome = "stored" if job else "skipped" if skipped_for else "buffered"
     through_us = None if through_s is None else through_s * SECOND_US
     # A run is decided at its last instant.
@@ -1928,8 +1937,8 @@ def every(seconds: int, *, number: int = 0, skips_for: str = "overlap", cancels:
 
 
 def a_schedule() -> Evidence:
-    """The schedule was created at 1000.5 s, and fires every two seconds before 1010 s. One run was stored, one run has
-    waited, and two runs were skipped together."""
+    """Returns a schedule that was created at 1000.5 s and fires every two seconds before 1010 s. One run was stored,
+    one run has waited, and two runs were skipped together."""
     given = evidence(
         deliveries=[delivery(job, 2.0, lease=1, payload_job="tick") for job in ("j1", "j2")],
         settles=[settle(Verb.ACK, job, 2.2, lease=1) for job in ("j1", "j2")],
@@ -1952,7 +1961,7 @@ def a_schedule() -> Evidence:
 
 
 def with_runs(*runs: Run, instead_of: int | None = None) -> Evidence:
-    """Returns the schedule with further runs, and without the runs of this second."""
+    """Returns the schedule with these further runs, and without the runs of the second `instead_of`."""
     given = a_schedule()
     left = {run for run in given.runs if instead_of is None or run.at_us != instead_of * SECOND_US}
     return replace(given, runs=frozenset(left | set(runs)))
@@ -2003,7 +2012,7 @@ def test_an_instant_that_was_stored_twice_is_found() -> None:
         deliveries=[*again.history.deliveries, came],
     )
     assert found(again) == ["I10"]
-    # The two jobs are enough: the checker does not need a second run.
+    # Two jobs are enough for a violation, even if there is only one run.
     assert found(replace(again, runs=a_schedule().runs)) == ["I10"]
 
 
@@ -2031,7 +2040,7 @@ def test_a_job_of_a_run_that_is_nowhere_is_found() -> None:
 
 @pytest.mark.parametrize("was_lost", [True, False])
 def test_only_a_job_of_a_run_that_arrived_after_the_backup_may_be_nowhere(was_lost: bool) -> None:
-    """The job is dead, so it moves with its org."""
+    """The job is dead, and a dead job moves with its org."""
     given = a_schedule()
     nacked = [*given.history.settles[:1], settle(Verb.KILL, "j2", 2.2, lease=1, answer=None)]
     dead = of_run("j2", 1004, state=State.DEAD)

@@ -77,7 +77,7 @@ def test_a_wait_is_read_with_what_is_known_of_the_lease(tmp_path: Path) -> None:
         (True, True, True),
         (True, False, False),
     ]
-    # The Python client does not say which jobs are waited for.
+    # The history of the Python client does not say for which jobs the client waits.
     assert [one.answered for one in history.enqueues] == ["j1"]
 
 

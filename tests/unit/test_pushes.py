@@ -1,4 +1,4 @@
-"""The pure part of the example: pushes, their totals, and the delay of each job."""
+"""The functions of the example that do no I/O: pushes, their totals, and the delay of each job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_payload_that_is_no_push_is_refused(text: bytes) -> None:
 @pytest.mark.parametrize(
     ("at", "week"),
     [
-        # The year of an ISO week is that of its Thursday.
+        # The year of an ISO week is the year of its Thursday.
         (1767225600, "2026-W01"),  # Thursday, 1 January 2026
         (1766966399, "2025-W52"),  # Sunday, 28 December 2025: its last second
         (1766966400, "2026-W01"),  # Monday, 29 December 2025: the next second

@@ -21,7 +21,7 @@ TRIAL_AT = Micros(100)
         ("ready", ["released"], Verdict.WAITS),
         ("succeeded", ["acked"], Verdict.PROPER),
         ("scheduled", ["nacked"], Verdict.PROPER),
-        # The trial failed properly, and the next attempt of its job crashed.
+        # The trial failed without a crash, and the next attempt of its job crashed.
         ("ready", ["nacked", "expired"], Verdict.PROPER),
         ("dead", ["nacked"], Verdict.PROPER),
         ("ready", ["expired"], Verdict.CRASHED),

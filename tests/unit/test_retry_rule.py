@@ -12,7 +12,7 @@ from grpc import StatusCode
 from windrow.calls import FINAL
 
 ROOT = Path(__file__).resolve().parents[2]
-# Further statuses that end a call of Admin, Cluster or Schedules.
+# More statuses after which the client does not repeat a call of Admin, Cluster or Schedules.
 ANSWERS = {StatusCode.NOT_FOUND, StatusCode.ALREADY_EXISTS, StatusCode.FAILED_PRECONDITION}
 UNASKED = {StatusCode.RESOURCE_EXHAUSTED}
 

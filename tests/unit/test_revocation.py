@@ -14,7 +14,7 @@ def leases(count: int) -> list[Lease]:
 
 
 def counted(count: int) -> list[Lease]:
-    """Leases that count for a limit of jobs in flight."""
+    """Returns leases whose jobs count towards a limit of jobs in flight."""
     return [Lease(f"{number:032x}", number - 2**63) for number in range(count)]
 
 
@@ -31,7 +31,7 @@ def counted(count: int) -> list[Lease]:
 def test_revocations_are_read_as_they_were_written(revocations: list[Revocation], notifications: int) -> None:
     texts = list(revocation.texts(revocations))
     assert len(texts) == notifications
-    # Postgres takes less than 8,000 bytes in a notification, and 18 characters come before the text.
+    # A notification of Postgres must have less than 8,000 bytes, and 18 characters come before the text.
     assert all(len(text.encode()) + 18 < 8_000 for text in texts)
     read = [one for text in texts for one in revocation.from_text(text)]
     assert {one[:3] for one in read} == {one[:3] for one in revocations}

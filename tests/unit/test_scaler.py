@@ -1,4 +1,4 @@
-"""deploy/kubernetes/keda.yaml: a router takes what KEDA would send for this manifest."""
+"""A router accepts the requests that KEDA would send for the manifest deploy/kubernetes/keda.yaml."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def objects() -> dict[str, Any]:
 def test_a_router_takes_the_metadata_of_the_manifest() -> None:
     (trigger,) = objects()["ScaledObject"]["spec"]["triggers"]
     assert trigger["type"] == "external-push"
-    # KEDA refuses values that are no strings.
+    # KEDA refuses values that are not strings.
     assert {type(value) for value in trigger["metadata"].values()} == {str}
     reference = keda.ScaledObjectRef(name="mail-workers", namespace="default", scalerMetadata=trigger["metadata"])
     assert target_of(reference) == Target(OrgId("shop"), QueueName("mail"), 10)

@@ -26,7 +26,7 @@ WANTED = Wanted(org=ORG, queue=QUEUE, state=JobState.DEAD)
 
 
 class Shards:
-    """A fleet whose shards answer, or raise, as the test says."""
+    """A fleet whose shards answer, or raise errors, as the test says."""
 
     def __init__(self, **says: object) -> None:
         self.says: Mapping[str, object] = says
@@ -217,7 +217,7 @@ def test_what_is_on_its_way_is_counted_once() -> None:
     also = counts("a", blocked=1, scheduled=1, ready=3, dead=3, oldest_ready_age_us=9, next_due=60)
     before = [counts("b")._replace(chunk=Chunk(7, 1)), counts("c")._replace(chunk=None)]
     assert summed([source, before]) == [also, counts("b"), counts("c")]
-    # A chunk of an earlier move does not count.
+    # The chunk of an earlier move has no effect on the sums.
     assert summed([source, [counts("b")._replace(chunk=Chunk(6, 9))]]) == [also, counts("b")]
     # The target has imported the chunk, so its jobs are counted there.
     taken = [counts("a", scheduled=1, ready=2, dead=3)._replace(chunk=chunk)]

@@ -1,4 +1,5 @@
-"""How a router fires the schedules of a shard: when it looks, and what it asks of other shards."""
+"""How a router fires the schedules of a shard: when the router looks for due schedules, and what it asks other
+shards."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.effort import luck_of, trials
 MINUTE = timedelta(minutes=1)
 DAY = timedelta(days=1)
 DAY_US = 86_400_000_000
-# Zones whose clocks are set by an hour, by half an hour, at midnight, by a whole day, two more times a year, or never.
+# Zones whose clocks change by an hour, by half an hour, at midnight, by a whole day, four times a year, or never.
 ZONES = (
     *("Europe/Paris", "America/New_York", "Australia/Lord_Howe", "America/Sao_Paulo", "Pacific/Apia"),
     *("Africa/Casablanca", "Atlantic/Azores", "America/Havana", "Asia/Kolkata", "UTC"),
@@ -56,7 +56,7 @@ class Expression:
         self.days, self.months = numbers(day, 1, 31), numbers(month, 1, 12)
         self.weekdays = {number % 7 for number in numbers(weekday, 0, 7)}
         self.both_days = day.startswith("*") or weekday.startswith("*")
-        # Such a time comes exactly once a day, even if the clocks skip it or show it twice.
+        # A fixed time comes exactly once a day, even if the clocks skip it or show it twice.
         self.is_fixed = not minute.startswith("*") and not hour.startswith("*")
 
     def has_date(self, wall: datetime) -> bool:
@@ -76,14 +76,15 @@ def walls(zone: ZoneInfo, first: datetime, last: datetime) -> list[tuple[datetim
 
 
 def oracle(expression: Expression, shown: list[tuple[datetime, datetime]], first: datetime) -> list[datetime]:
-    """Returns the instants from `first` on, by looking at each of these minutes."""
+    """Returns the instants from `first` on. Looks at each of the minutes in `shown`."""
     if not expression.is_fixed:
         return [at for at, wall in shown if at >= first and expression.has_time(wall) and expression.has_date(wall)]
     found: list[datetime] = []
     # The latest time that the clock has shown.
     latest = shown[0][1]
     for at, wall in shown[1:]:
-        # Every minute of the wall clock that was skipped, and the minute `wall`, unless the clock showed it before.
+        # Looks at every minute that the wall clock skipped, and then at the minute `wall`. If the clock has already
+        # shown `wall`, there is nothing to look at.
         passed, fires = latest + MINUTE, False
         while passed <= wall:
             fires |= expression.has_time(passed) and expression.has_date(passed)

@@ -1,4 +1,4 @@
-"""Operators read the same schedule as they gave, field by field."""
+"""A schedule that operators read has the same values in all fields as the schedule that they created."""
 
 from __future__ import annotations
 
@@ -93,5 +93,5 @@ def test_what_a_job_knows_of_its_run_is_read_as_it_was_written() -> None:
     assert ScheduledRun.from_json(run.to_json()) == run
     first = run._replace(previous=None)
     assert ScheduledRun.from_json(first.to_json()) == first
-    # A newer release may write more.
+    # A newer release may write more fields.
     assert ScheduledRun.from_json(run.to_json().replace("{", '{"more":1,', 1)) == run

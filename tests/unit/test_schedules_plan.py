@@ -31,7 +31,7 @@ def test_jitter_delays_each_run_and_skips_none(jitter_us: int, catch_up: CatchUp
     next_at = first
     stored: list[Micros] = []
     while len(stored) < 300:
-        # A router comes as soon as the run is due.
+        # The router fires the schedule as soon as the run is due.
         now = Micros(calendar.due(spec.timing, _ID, next_at) + 5_000)
         planned = plan.plan(_ID, spec, Present(now=now, next_at=next_at, running=False, buffered=0))
         assert planned.runs

@@ -1,4 +1,4 @@
-"""The HTTP server of the scrape endpoint, before strangers who reach its address."""
+"""The HTTP server of the scrape endpoint, when it is attacked by clients that can reach its address."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.routers import PATIENCE_S
 
 @pytest.fixture
 def port() -> Generator[int, None, None]:
-    """The port of a server with one figure."""
+    """Yields the port of a server with one metric."""
     registry = CollectorRegistry()
     Gauge("windrow_test", "A figure.", registry=registry).set(7)
     server, thread = scrape_server.start("127.0.0.1", 0, registry)
@@ -35,7 +35,7 @@ def test_beyond_its_connections_the_server_closes_the_oldest_and_answers_a_scrap
             connection.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
             half_requests.append(connection)
         for oldest in half_requests[:20]:
-            # What the server answers to half a request does not matter. Then the connection ends.
+            # The answer to half a request does not matter, but the connection must end.
             with contextlib.suppress(ConnectionError):
                 while oldest.recv(65_536):
                     pass

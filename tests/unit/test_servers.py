@@ -40,7 +40,8 @@ def test_each_server_has_a_dsn_in_the_order_of_the_one_that_names_them(
 
 
 class Servers:
-    """Four fake servers, which behave as the test says. A connection knows its server, and whether it was closed."""
+    """Four fake servers, which behave as the test says. A connection has its server, and records whether it was
+    closed."""
 
     dsn = "host=a,b,c,d"
 

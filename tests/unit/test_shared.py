@@ -1,5 +1,5 @@
-"""Callers that ask for the same thing at the same time share one look-up. No answer is older than the caller's
-question."""
+"""Callers that ask for one value at the same time share one look-up. No caller gets an answer that was read before the
+caller asked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.route.shared import Shared
 
 
 class Source:
-    """Answers with the value that it has at the time of the question."""
+    """A source that answers each question with its current value."""
 
     def __init__(self) -> None:
         self.value = 0

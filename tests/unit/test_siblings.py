@@ -1,4 +1,4 @@
-"""What sibling processes tell each other, and what they keep for each other meanwhile."""
+"""What sibling processes tell each other, and which places and jobs they keep for each other."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Shard:
     """A store that keeps who holds which lease, instead of a database."""
 
     name: ShardName = SHARD
-    # The leases that inserts have made: the number of each job's lease.
+    # The number of the lease that an insert has made, by job.
     leased: dict[str, int] = field(default_factory=dict[str, int])
     released: list[Lease] = field(default_factory=list[Lease])
     has_released: asyncio.Event = field(default_factory=asyncio.Event)
@@ -130,7 +130,7 @@ class Shard:
 
 
 class Waits(WaitingConsumer):
-    """Keeps the jobs that it gets."""
+    """A consumer that keeps the jobs that it gets."""
 
     has_credit: Callable[[Waiter], None]
 
@@ -185,14 +185,14 @@ class Process:
 
 
 async def settled() -> None:
-    """Waits until all frames have arrived, and the frames that they caused."""
+    """Waits until all frames have arrived, and all frames that were sent as answers to these frames."""
     for _ in range(30):
         await asyncio.sleep(0)
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes sure that no ask is late, even on a busy machine, unless a test wants that."""
+    """Makes sure that no request for places times out, even on a busy machine, unless a test wants that."""
     monkeypatch.setattr(asks, "_ASK_S_MAX", PATIENCE_S)
     monkeypatch.setattr(promises, "KEPT_S_MAX", 2 * PATIENCE_S)
     monkeypatch.setattr(asks, "KEPT_S_MAX", 2 * PATIENCE_S)
@@ -243,7 +243,8 @@ async def test_a_promise_keeps_places_until_its_outcome(pair: tuple[Process, Pro
     promise.end(delivery(shard, jobs, promise, but=[8]))
     await settled()
     assert sorted(few.ids + many.ids) == sorted(jobs.ids[:8])
-    # The place of the job that was not leased is free again, and the consumer of this place looks for jobs itself.
+    # One job was not leased. The place of this job is free again, and the consumer that has this place looks for jobs
+    # itself.
     assert (few.credit, many.credit, few.woken, many.woken) == (0, 4, 0, 1)
     assert {lease.number for one in (few, many) for each in one.got for lease in each.leases()} == set(
         shard.leased.values()
@@ -260,7 +261,7 @@ async def test_jobs_that_a_sibling_has_received_are_not_in_memory_any_more(
     there.waits(credit=5)
     await settled()
     jobs = some_jobs(ORG, 3)
-    # Collects what other tests have left behind.
+    # Collects the garbage of earlier tests.
     gc.collect()
     gc.disable()
     try:
@@ -341,7 +342,7 @@ async def test_an_org_with_many_queues_leaves_hints_for_others(
 ) -> None:
     here, there = pair
     monkeypatch.setattr(siblings, "_HINTS_MAX", 200)
-    # A second sibling gets its own part of the hints.
+    # Each sibling has a share of the hints, so a second sibling has one, too.
     third = Process(Shard())
     connect(third, there)
     await settled()
@@ -400,7 +401,7 @@ async def test_a_promise_that_comes_too_late_is_given_back_and_until_then_nobody
 ) -> None:
     monkeypatch.setattr(asks, "_ASK_S_MAX", 0.01)
     monkeypatch.setattr(asks, "_REST_S", 0)
-    # The clock of the promises stands still, so the ask itself is not late.
+    # The clock of the promises stands still, so the request for places does not time out.
     monkeypatch.setattr(promises, "time", SimpleNamespace(monotonic=lambda: 0))
     here, there = pair
     waiter = there.waits(credit=5)
@@ -490,7 +491,7 @@ async def test_jobs_for_a_sibling_that_is_stopped_are_released_and_its_consumers
     number = promise.takers[0][0].number
     leases = [lease_of(one, number) for one in jobs.ids]
     assert shard.released == leases
-    # The memory of the jobs is held until the sibling has read them.
+    # The memory of the jobs is held until the sibling has read the jobs.
     assert here.buffer.held > 0
     # The sibling continues, and reads the outcome before its timers fire.
     for kept in promised._kept.values():
@@ -584,7 +585,7 @@ async def test_an_org_with_many_enqueues_leaves_places_for_others(pair: tuple[Pr
             break
         held += promised
     assert sum(len(positions) for one in held for _, positions in one.takers) == asks.JOBS_MAX // 2
-    # The memory of the greedy org counts only for that org.
+    # The memory that the greedy org uses does not count for other orgs.
     assert here.buffer.peers.fits(f"sibling {ORG}", here.buffer.bytes_max - here.buffer.held)
     held += await here.asks(some_jobs(ORG, 5))
     assert sum(len(positions) for _, positions in held[-1].takers) == 5
@@ -597,8 +598,8 @@ async def test_an_org_with_many_enqueues_leaves_places_for_others(pair: tuple[Pr
 @pytest.mark.thorough
 async def test_no_place_and_no_job_is_lost_whatever_comes_between() -> None:
     """Three processes enqueue for each other's consumers. Enqueues succeed, fail or are cancelled, answers are late,
-    and connections break. In the end every consumer has the credit for which it was not sent jobs. Every job that was
-    leased is at exactly one consumer, or released."""
+    and connections break. At the end, the credit of every consumer has fallen by the number of jobs that the consumer
+    got. Every job that was leased is at exactly one consumer, or released."""
     luck = luck_of("siblings")
     for _ in range(trials(15, thorough=300)):
         await _one_history(luck)
@@ -630,7 +631,8 @@ async def _one_history(luck: random.Random) -> None:
         process = luck.choice(processes)
         match luck.randint(0, 9):
             case 0 if tasks:
-                # An enqueue is cancelled only while it asks: an insert that has begun always tells its outcome.
+                # An enqueue is cancelled only while it asks for places, because an insert that has begun always tells
+                # its outcome.
                 asking = asyncio.create_task(process.asks(some_jobs(ORG, 3)))
                 for _ in range(luck.randint(0, 6)):
                     await asyncio.sleep(0)

@@ -1,5 +1,5 @@
-"""What a router process decides about tokens for starts, without a shard: how many a claim takes, what it puts back,
-and when it looks again."""
+"""What a router process decides about tokens for starts of jobs, without a shard: how many tokens a claim takes, how
+many it puts back, and when the process asks the shard again."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def test_what_a_claim_did_not_use_goes_back_at_once_if_others_may_need_it(
     await until(lambda: shard.tokens == 9, "the others are given back")
     again = await starts.draw(ACME, buckets, 100)
     assert again is not None
-    # The claim before found one job, so this claim takes two tokens.
+    # The previous claim found one job, so this claim takes two tokens.
     assert (again.jobs, shard.tokens) == (2, 7)
 
 
@@ -240,8 +240,8 @@ async def test_the_removal_of_another_limit_costs_no_tokens(shard_first: bool) -
 
 # ── Any order of claims ──────────────────────────────────────────────────────────────────────────────────────────────
 
-# For each claim: the process, how many jobs it wants, which share of them it finds (None: the claim fails), whether it
-# is a hand-over, and whether the bucket is locked when tokens are given back.
+# Each claim is a tuple of: the process, how many jobs the claim wants, which share of these jobs it finds (None: the
+# claim fails), whether the claim is a hand-over, and whether the bucket is locked when tokens are given back.
 _CLAIMS = st.lists(
     st.tuples(st.integers(0, 2), st.integers(1, 30), st.none() | st.floats(0, 1), st.booleans(), st.booleans()),
     max_size=40,

@@ -29,7 +29,8 @@ PACKAGES = {
     "schedules": schedules,
     "workflows": workflows,
 }
-# Which statements of other packages a package may run. The key names the package that runs them and their owner.
+# Which statements of other packages a package may run. A key has the package that runs the statements, and the package
+# that owns them.
 SHARED = {
     ("admin", "placement"): {"ADOPT_ORGS", "ADOPT_QUEUES", "LOCK_QUEUES"},
     ("admin", "postgres"): {"PROBE_DISK"},

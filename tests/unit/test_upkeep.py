@@ -1,4 +1,4 @@
-"""The end of a router process: if a task that the process needs has failed, and if a step of the end hangs."""
+"""How a router process ends if a task that the process needs has failed, or if a step of the end hangs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_tasks_that_go_on_are_cancelled_at_the_end_of_the_scope() -> None:
 
 
 class Ending:
-    """What a process finishes at its end. `hangs`: the steps that take for ever."""
+    """The objects that a process finishes at its end. `hangs`: the steps that never return."""
 
     def __init__(self, *hangs: str) -> None:
         self.done: list[str] = []

@@ -1,5 +1,6 @@
-"""Answers that the router writes as bytes: the generated code reads them, and would write the same bytes. Only an empty
-payload differs: the router writes it too, it takes two bytes, and readers treat it like an absent payload."""
+"""The router writes some answers as bytes itself. The generated code can read these answers, and would write the same
+bytes, except for an empty payload: the router writes it in two bytes, and the generated code leaves it out. Readers
+treat an empty payload like an absent one."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ from windrow.v1 import job_pb2, queue_pb2
 
 SHARD = ShardName("s1")
 ORG = OrgId("org")
-# Lengths near those at which the varint of a length becomes one byte longer: the length of a field or of the whole job.
+# Lengths near the values at which the varint of a length, of a field or of the whole job, becomes one byte longer.
 EDGES = (0, 1, 30, 60, 127, 128, 129, 16_280, 16_383, 16_384, 16_385)
 LARGEST = 1_048_576
 
 
 class _Shard:
-    """A shard that has only a name, because the bytes depend on nothing else of it."""
+    """A shard that has only a name, because the bytes do not depend on anything else of the shard."""
 
     name = SHARD
 
@@ -124,8 +125,8 @@ def written(jobs: Sequence[bytes]) -> bytes:
 
 
 def assert_written(given_: fast_write.Delivery, expected: Sequence[job_pb2.LeasedJob]) -> None:
-    """Asserts that a DequeueResponse and a ConsumeResponse with these jobs are read back as expected, and have as many
-    bytes as those that the generated code writes."""
+    """Asserts that a DequeueResponse and a ConsumeResponse with these jobs are read back as expected. Asserts that they
+    have as many bytes as the responses that the generated code writes."""
     data = written(given_.jobs)
     for kind in (queue_pb2.DequeueResponse, queue_pb2.ConsumeResponse):
         message = kind(jobs=expected)
@@ -199,7 +200,7 @@ def test_lengths_around_a_longer_varint_are_right(size: int) -> None:
         deadline=Micros(2),
         expired=False,
     )
-    # The whole job's length also crosses these edges, because the payload grows byte by byte.
+    # The payload grows byte by byte, so that the length of the whole job also crosses these edges.
     jobs = [base._replace(payload=b"x" * max(0, size - less)) for less in range(140 if size < LARGEST else 1)]
     assert_written(fast_write.claimed(STORE, ORG, jobs), [as_message(job) for job in jobs])
 

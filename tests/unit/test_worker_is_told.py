@@ -1,4 +1,4 @@
-"""What routers tell a worker about its leases and its stream, and what handlers report through it."""
+"""What routers tell a worker about its leases and its stream, and what handlers report through the worker."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Handlers that run in processes of their own: their results and errors come back, and damage to a process affects only
-the job in it."""
+"""Handlers that run in separate processes: their results and errors reach the worker, and damage to a process affects
+only the job in that process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from windrow import Client, InvalidRequest, Job, Worker, fork_server
 from windrow.processes import HandlerProcess
 from windrow.v1 import queue_pb2
 
-# A process imports the client, which takes a while on a busy machine.
+# Each process imports the client, and on a busy machine the import takes long.
 PATIENCE_S = 6 * WAIT_S
 
 
@@ -109,7 +109,7 @@ async def test_a_handler_in_a_process_can_wait_until_its_reports_are_stored(rout
     async def settle(message: queue_pb2.ConsumeRequest, _: Any) -> queue_pb2.Settled:
         if message.extends:
             assert (message.extends[0].checkpoint, message.extends[0].log) == (b"half", "halfway")
-            # A handler that does not wait has ended by then.
+            # A handler that does not wait for the answer ends within this pause.
             await asyncio.sleep(0.3)
             stored_at.append(time.monotonic())
         return queue_pb2.Settled()
@@ -170,7 +170,8 @@ async def test_no_job_gets_a_process_that_is_about_to_be_killed(
 async def test_the_end_of_a_process_is_seen_even_if_a_process_that_its_handler_forked_goes_on(
     router: FakeRouter, client: Client
 ) -> None:
-    """The processes of a pool do this when the system has ended the handler's process because memory ran out."""
+    """For example, the processes of a pool continue if the system has killed the handler's process because memory ran
+    out."""
     worker = isolating(client, "forks_and_crashes", "add")
     crashing = router.give("forks_and_crashes")
     async with running(worker, within_s=PATIENCE_S):
@@ -189,7 +190,8 @@ async def test_the_end_of_a_process_is_seen_even_if_a_process_that_its_handler_f
 async def test_no_handler_goes_on_when_the_server_that_has_forked_its_process_is_killed(
     router: FakeRouter, client: Client
 ) -> None:
-    """The worker does not know then whether the process still runs, and must not kill another one that has its id."""
+    """In this case the worker does not know whether the process still runs. The worker must not kill another process
+    that has got the same id."""
     worker = isolating(client, "hang", "add")
     hanging = router.give("hang")
 
@@ -252,7 +254,7 @@ async def test_a_worker_that_stops_kills_its_processes_and_gives_their_jobs_back
         worker.stop()
         worker.stop()
     assert router.settled("Release") == [job.id]
-    # The parent of that process has waited for it, so it is no zombie either.
+    # The process is not a zombie either, because its parent has waited for its end.
     await router.until(lambda: not Path(f"/proc/{extends[0].progress.note}").exists())
 
 

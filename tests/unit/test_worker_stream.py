@@ -138,7 +138,8 @@ async def test_a_stream_that_is_refused_at_once_again_and_again_is_not_spun_on(
     running = Running(client)
     await router.until(lambda: len(router.streams) == 7)
     pauses = [later.began - one.began for one, later in itertools.pairwise(router.streams)]
-    # The pause begins at 50 ms and doubles each time. Each pause is between half of that and all of it.
+    # The upper bound of the pauses begins at 50 ms and doubles each time. Each pause is at least half of its upper
+    # bound.
     assert all(pause >= 0.025 * 2**at for at, pause in enumerate(pauses))
     await running.stop()
 
@@ -327,8 +328,8 @@ async def test_no_more_is_asked_for_than_there_is_room_for(router: FakeRouter, c
 
 
 async def test_handlers_that_block_the_loop_are_as_slow_as_they_are(router: FakeRouter, client: Client) -> None:
-    """Such handlers run one after another, even if the concurrency is higher. So jobs that must wait are left for other
-    workers."""
+    """Handlers that block the loop run one after another, even if the concurrency is higher. So the worker does not ask
+    for jobs that would have to wait, and other workers can take them."""
     running = Running(client, concurrency=50, prefetch=500)
 
     @running.worker.handler("blocking")
@@ -342,7 +343,7 @@ async def test_handlers_that_block_the_loop_are_as_slow_as_they_are(router: Fake
     await acked(router, 60)
     asked = sum(message.credit for message in router.of("Consume"))
     await running.stop()
-    # A worker prefetches 0.1 s of work, which are 5 of these jobs.
+    # A worker prefetches the jobs for 0.1 s of work. In this test, these are 5 jobs.
     assert asked <= 60 + 50 + 5
 
 

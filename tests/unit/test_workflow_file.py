@@ -1,5 +1,5 @@
-"""What `windrow workflows start` says of a file that is no workflow: the file, the node, the field, the value, and
-which values are allowed."""
+"""If a file is not a valid workflow, `windrow workflows start` names the file, the node, the field, the value, and the
+allowed values."""
 
 from __future__ import annotations
 

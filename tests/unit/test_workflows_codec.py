@@ -1,4 +1,4 @@
-"""What a new workflow may look like, and what the error says if it is refused."""
+"""Which new workflows are valid, and what the error says if a workflow is refused."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_faults_of_added_nodes_are_told_with_their_places() -> None:
         first = refused.value.violations[0]
         assert first.field == field or (field == "nodes[0].after" and first.field.endswith(".after"))
         assert first.description.startswith(words)
-    # As many nodes as may be added in one call may be a chain.
+    # All nodes that are added in one call may form one chain.
     chain = [node("n0", "there"), *(node(f"n{at}", f"n{at - 1}") for at in range(1, ADDED_NODES_MAX))]
     codec.new_nodes(added(*chain), trace=None)
 
