@@ -55,12 +55,12 @@ class Surroundings:
 
     # Shards of the org that do not answer or give no jobs, and why.
     troubles: Sequence[tuple[ShardName, str]] = ()
-    # The shards from which and to which the org moves. None: it does not move.
+    # The shard from which the org moves, and the shard to which it moves. None: the org does not move.
     move: tuple[ShardName, ShardName] | None = None
     waiting: Waiting = Waiting()
-    # What the org holds of this process's memory, if its claims wait for more. None: they do not wait.
+    # How much of this process's memory the org holds, if its claims wait for more memory. None: its claims do not wait.
     share: causes.RouterShareCause | None = None
-    # How far the org is ahead of other orgs, if consumers of all orgs serve the other orgs first for this reason. None:
+    # How far the org is ahead of other orgs, if consumers of all orgs serve the other orgs first because of that. None:
     # these consumers serve no other org first.
     fair_share: causes.FairShareCause | None = None
     # The limits of starts that have no room.

@@ -52,7 +52,7 @@ WINDOW_DEFAULT_US = 30_000_000
 ALL_FIELDS = "*"
 # Control characters except tab and line ends.
 _PRINTABLE = dict.fromkeys(set(range(32)) - set(b"\t\n\r"), "\ufffd")
-# What a queue has that was given no such setting. Settings that are not here have no default.
+# The values of settings that were not given for a queue. A setting that this table does not name has no default.
 _QUEUE_DEFAULTS: Mapping[str, int] = {
     "max_attempts": MAX_ATTEMPTS_DEFAULT,
     "retention_days": RETENTION_DEFAULT,
@@ -240,8 +240,8 @@ def failure(message: job_pb2.Failure) -> Failure:
 
 
 def _printable_within(text: str, bytes_max: int) -> str:
-    """Replaces control characters as `printable` does. Cuts off what then exceeds `bytes_max`: the replacement, U+FFFD,
-    has three bytes, so the text may have grown."""
+    """Replaces control characters as `printable` does, and then cuts the text to `bytes_max` bytes: the replacement,
+    U+FFFD, has three bytes, so the text may have grown."""
     shown = printable(text)
     return shown if shown == text else shown.encode()[:bytes_max].decode(errors="ignore")
 

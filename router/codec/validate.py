@@ -36,7 +36,7 @@ from windrow.v1 import admin_pb2, job_pb2, queue_pb2, schedules_pb2, workflows_p
 _JOBS_MAX = 1000
 _CREDIT_MAX = 10_000
 _RESULT_BYTES_MAX = 65_536
-# The most paths of a field mask.
+# A field mask may have at most this many paths.
 _PATHS_MAX = 100
 # If a Dequeue is larger than this, the result of its check is not cached.
 _CACHED_BYTES_MAX = 1_000
@@ -48,7 +48,8 @@ _UUID7S = re.compile(r"(?:[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 _TRACESTATE = re.compile(r"[ -~]{0,512}", re.ASCII)
 _DAY_S = 86_400
-# How many days ahead a timestamp may be, by its message and field. A timestamp that is not here may have any distance.
+# How many days ahead a timestamp may be, by its message and field. A timestamp that this table does not name may be any
+# number of days ahead.
 _DAYS_AHEAD_MAX = {
     (job_pb2.NewJob.DESCRIPTOR.full_name, "run_at"): 3650,
     (job_pb2.NewJob.DESCRIPTOR.full_name, "expires_at"): 7300,
@@ -64,8 +65,8 @@ _SHOWN_CHARS_MAX = 128
 # request may break thousands of rules.
 _DESCRIBED_MAX = 100
 # If a request has more than _REQUEST_ITEMS_MAX items in all its lists and maps together, the items of its lists are
-# checked one by one. If an item itself has more than _ITEM_ITEMS_MAX items, only one violation in it is searched for:
-# to find all takes 0.02 to 0.1 ms for each violation, and the router process serves nobody else meanwhile.
+# checked one by one. If an item itself has more than _ITEM_ITEMS_MAX items, the search in this item ends with the first
+# violation: each violation takes 0.02 to 0.1 ms, and the router process serves nobody else meanwhile.
 _REQUEST_ITEMS_MAX = 500
 _ITEM_ITEMS_MAX = 100
 # Descriptions of the contract's patterns. A pattern is described by the first entry whose key it contains.
@@ -91,8 +92,8 @@ _RULES = {
 # The fields in which 0 means the default. The descriptions of their ranges begin with 1.
 _DEFAULT_IF_ZERO = {"priority", "max_attempts"}
 # _FIELD[n] is the encoded size, with the tag, of a field whose text, bytes or message has n bytes. An empty field takes
-# nothing. If n is beyond the list, an IndexError is raised. This error is caught, and protovalidate checks the request
-# instead.
+# nothing. If n is beyond the list, reading _FIELD[n] raises an IndexError. The caller catches this error, and
+# protovalidate checks the request instead.
 _FIELD = [0, *(1 + 1 + n for n in range(1, 1 << 7)), *(1 + 2 + n for n in range(1 << 7, 1 << 14))]
 _ID_BYTES = _FIELD[_UUID7_CHARS]
 
@@ -218,7 +219,8 @@ def check_list_jobs(request: admin_pb2.ListJobsRequest) -> None:
 
 
 def unfit_new_ids(jobs: Sequence[admin_pb2.RestoreJob]) -> list[Violation]:
-    """Returns violations for new ids that equal the job's old id, or that another job of the request has too."""
+    """Returns a violation for each new id that equals the old id of its job, or the new id of another job of the
+    request."""
     seen: set[str] = set()
     violations: list[Violation] = []
     for at, job in enumerate(jobs):
@@ -302,8 +304,9 @@ def check_ack(request: queue_pb2.AckRequest) -> None:
 
 
 def _fit(acks: Sequence[queue_pb2.Ack]) -> bool:
-    """Returns whether these acks (at least one) need no `check`: their number and the size of each result are allowed,
-    and no ack has a log. Acks with a log always need `check`, because only `check` knows what logs may contain."""
+    """Returns whether these acks (at least one) need no `check`. They need none if their number and the size of each
+    result are allowed, and if no ack has a log. Acks with a log always need `check`, because only `check` knows what
+    logs may contain."""
     return (
         len(acks) <= _JOBS_MAX
         and max([len(ack.result) for ack in acks]) <= _RESULT_BYTES_MAX
@@ -364,7 +367,7 @@ def plain_jobs(request: queue_pb2.EnqueueRequest) -> NewJobs | None:
         return None
     try:
         in_templates = [_FIELD[len(payload)] for payload in payloads]
-        # Add up the encoded sizes of these fields. If the request has exactly this size, it has no other fields.
+        # Add up the encoded sizes of these fields. If the sum is the size of the request, it has no other fields.
         if len(set(queues)) == len(set(kinds)) == 1:
             names = _FIELD[len(queues[0])] + _FIELD[len(kinds[0])]
             in_templates = [names + size for size in in_templates]
@@ -569,7 +572,7 @@ def _path(elements: Iterable[FieldPathElement]) -> str:
         if subscript is not None:
             key = subscript.value
             if isinstance(key, str) and len(key) > _KEY_CHARS_MAX:
-                # Cut the key: perhaps its length is the violation.
+                # Cut the key, because the violation may be that it is too long.
                 key = key[:_KEY_CHARS_MAX] + "…"
             path += f"[{json.dumps(key, ensure_ascii=False)}]"
     return path

@@ -42,14 +42,15 @@ _stream_handler = cast("Callable[..., _Handler]", grpc.stream_stream_rpc_method_
 _StreamHandler = Callable[[object, Context], Awaitable[None]]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Answer = TypeVar("_Answer")
-# How much memory an answer may take. It is a number for all answers, or a function of the request.
+# How much memory an answer may take. Either one number for all answers, or a function that returns the number for a
+# request.
 AnswerBytes = int | Callable[[Any], int]
 
 # The longest deadline of a call, and its deadline if the caller sets none. It is longer than the longest wait of a
 # Dequeue (60 s).
 DEADLINE_S_MAX = 75.0
-# How much memory is reserved for an answer with jobs. An answer ends with the job that makes it reach ANSWER_BYTES_MAX,
-# and this job alone may have nearly ANSWER_BYTES_MAX.
+# How much memory is reserved for an answer with jobs. Jobs are added to an answer until it has ANSWER_BYTES_MAX bytes,
+# and the last job alone may have nearly that many.
 ANSWER_HELD_BYTES = 2 * ANSWER_BYTES_MAX
 # How much memory is reserved for an answer about one thing, or with a short result for each of 1,000 jobs.
 SMALL_ANSWER_BYTES = 4 * 1024
@@ -128,7 +129,8 @@ class _Options(NamedTuple):
 
 def for_each(request: type[Message], field: str, bytes_each: int) -> Callable[[Any], int]:
     """Returns a function that returns the size of the answer to a request: `bytes_each` for each item of the request's
-    list `field`. Items beyond the contract's limit do not count: a request with so many items will be refused."""
+    list `field`. Items beyond the contract's limit do not count, because a request that has more items than the limit
+    will be refused."""
     items_max = limit(request, field, Rule.REPEATED_MAX_ITEMS)
 
     def answer_bytes(of: Message) -> int:
@@ -252,8 +254,8 @@ def _too_much_metadata(gate: Gate, count: int) -> _StreamHandler:
     return serve
 
 
-# Unary methods are registered as methods that take a stream, which is the same on the wire. So this module receives
-# their requests itself: under a deadline, and counted from the first byte.
+# Unary methods are registered as methods that take a stream. On the wire, both are the same. So this module receives
+# the requests of unary methods itself: under a deadline, and it counts their bytes from the first one.
 
 
 def _unary(
@@ -348,9 +350,9 @@ def _library_unary(
 
 
 async def _public_request(gate: Gate, call: Call, context: Context, decode: Callable[[bytes], Any]) -> Any:
-    """Returns the single request of a library's method as soon as there is room for it. Such methods may be called by
-    anybody: they have a limit of their own, and take no place of another call. Raises MessageTooLarge, RouterFull,
-    Undecodable."""
+    """Returns the single request of a library's method as soon as there is room for it. Anybody may call such a method.
+    So these calls have a limit of their own, and do not count against the limits of other calls. Raises
+    MessageTooLarge, RouterFull, Undecodable."""
     raw = await gate.receive(context, call, bytes_max=PUBLIC_MESSAGE_BYTES_MAX)
     await call.reserve(len(raw), received=len(raw))
     return _decoded(decode, raw)
@@ -522,14 +524,15 @@ def _serialize(response: Message | bytes) -> bytes:
 
 
 def _code_of(context: Context) -> int:
-    """Returns the code that a library's method has ended its call with. If it has not ended it, the client has left."""
-    # It is None, a number, or a member of an enum. The type stubs do not say so.
+    """Returns the code with which a library's method has ended its call. If the method has not ended the call, returns
+    CANCELLED, because the client has left."""
+    # The code is None, a number, or a member of an enum. The type stubs do not say so.
     code = cast("grpc.StatusCode | int | None", context.code())
     return _CANCELLED if code is None else code if isinstance(code, int) else code.value[0]
 
 
 def _seconds_left(context: Context, at_most: float) -> float:
     """Returns the seconds until the caller's deadline, at most `at_most`."""
-    # The type stubs leave out that time_remaining() is None if the caller has set no deadline.
+    # If the caller has set no deadline, time_remaining() returns None. The type stubs do not say so.
     left = cast("float | None", context.time_remaining())
     return at_most if left is None else min(left, at_most)

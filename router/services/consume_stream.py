@@ -44,10 +44,10 @@ _log = logging.getLogger(__name__)
 CREDIT_MAX = 10_000
 # Upper bound for the bytes of jobs that wait to be written; above it the stream stops claiming.
 _WAITING_BYTES_MAX = 8 * 1024 * 1024
-# A message ends with the job that reaches this size. Even if that job has the largest payload, the message stays below
-# 4 MiB.
+# Jobs are added to a message until it has this many bytes. Even if the last job has the largest payload, the message
+# stays below 4 MiB.
 _MESSAGE_BYTES_MAX = 2 * 1024 * 1024
-# The answers in a message end with the answer that reaches this size. A single answer has at most 150 KiB.
+# Answers are added to a message until they have this many bytes. A single answer has at most 150 KiB.
 _SETTLED_BYTES_MAX = 256 * 1024
 # The most bytes about revoked leases that wait to be written, enough for some 3,000 leases. The client is not told of
 # further leases.
@@ -149,12 +149,12 @@ class Stream:
             if self._org is None
             else Consumer(fleet, self, call, org=self._org, **fields)
         )
-        # Jobs to be written, each with the time (of the event loop's clock) since which they wait.
+        # Jobs to be written. Each entry has the time, by the event loop's clock, from which its jobs have waited.
         self._jobs: deque[tuple[float, Delivery]] = deque()
         self._jobs_bytes = 0
         self._take_back_timer: asyncio.TimerHandle | None = None
-        # True from the time that jobs are taken back, because the client did not read, until everything that waits has
-        # been written.
+        # True if jobs were taken back because the client did not read. False again when everything that waits has been
+        # written.
         self._behind = False
         # Answers to be written, each with the number of bytes that the answered message holds in the buffer until the
         # answer is written.

@@ -152,7 +152,7 @@ class QueueService:
     async def Dequeue(self, request: queue_pb2.DequeueRequest) -> bytes:
         window_us = convert.window_us(request)
         wait_s = convert.micros(request.wait) / 1_000_000 if request.HasField("wait") else None
-        # If this fails, nothing is leased, and the caller may send the request again.
+        # If this call fails, nothing is leased, and the caller may send the request again.
         refused = await self._ack_before(request) if request.acks else ()
         received = _FirstJobs(current_call())
         consumer = Consumer(
