@@ -1,6 +1,7 @@
 """The watcher that notices changes of the cluster file on disk."""
 
-# These tests may block the event loop with file operations, because nothing else runs in it. ruff: noqa: ASYNC240
+# These tests may block the event loop with file operations, because nothing else runs in it.
+# ruff: noqa: ASYNC240
 
 from __future__ import annotations
 
