@@ -264,8 +264,8 @@ class Database:
             await connection.close()
             raise _standby(error) from error
         except psycopg.errors.InternalError_ as error:
-            # wait_for_standby.sql writes no row. If it runs on a server that has become a standby, it gets this error.
-            # Postgres does not translate the text of this error.
+            # wait_for_standby.sql writes no row. If the statement runs on a server that has become a standby, it ends
+            # with this error. Postgres does not translate the text of this error.
             if "during recovery" not in str(error):
                 raise
             await connection.close()

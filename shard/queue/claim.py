@@ -36,9 +36,9 @@ _GROUPS_MAX = 64
 CLAIM_BYTES_MAX = 2 * 1024 * 1024 - 192 * 1024
 _LARGEST_JOB_BYTES = (1024 + 36 + 64) * 1024
 # A claim asks for at least this many bytes. A taker that may get fewer bytes counts as served. A statement has one
-# limit of bytes: the smallest number that any of its takers may still get. So each of the _RUNS_MAX statements of an
-# act may return at least this many bytes, and together they may return CLAIM_BYTES_MAX, like a single statement. So a
-# taker that may get few bytes does not reduce what the other takers get from the act.
+# limit of bytes: the smallest number that any of its takers may still get. With this lower bound, each of the _RUNS_MAX
+# statements of an act may return at least this many bytes, and all of them together may return CLAIM_BYTES_MAX, as a
+# single statement may. A taker that may get few bytes then does not reduce what the other takers get from the act.
 CLAIM_BYTES_MIN = CLAIM_BYTES_MAX // _RUNS_MAX
 # The memory that a job needs in addition to its payload, attributes and checkpoint.
 JOB_BYTES = 500
@@ -76,7 +76,7 @@ class ClaimResult(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of payload, attributes and checkpoint, as `bytes_max` counts them."""
+        """How many bytes the payloads, attributes and checkpoints of the jobs have, as `bytes_max` counts them."""
         return sum(map(_size, self.jobs))
 
 
@@ -85,7 +85,7 @@ class _Taker:
     """One request of a batch, and what it has received so far."""
 
     request: ClaimRequest
-    # The lease number that all its leases get (shard/lease_token.py).
+    # The number that all leases of this taker get (shard/lease_token.py).
     number: int
     jobs: list[Claimed] = field(default_factory=list[Claimed])
     # True if the statement must run for this taker, or must run again. It must run again if some of the returned jobs

@@ -98,7 +98,7 @@ class Enqueuer:
                     if call.remaining:
                         call.refuse(error)
             pending = [call for call in pending if call.remaining]
-            # If a round has refused or finished a call, it does not count as a try for the other calls.
+            # A round that has refused or finished a call does not count as a try for the other calls.
             tries += len(pending) == before
         for call in pending:
             why = f"{len(call.remaining)} job(s) of org {call.jobs.org!r} kept changing during the enqueue; try again"
@@ -170,8 +170,8 @@ class Enqueuer:
             await self._look_up(pending)
 
     async def _insert(self, calls: Sequence[Call]) -> Inserted:
-        """Runs the enqueue statement once for all of these calls. Raises _Refused or _AlreadyKnown if it stored
-        nothing.
+        """Runs the enqueue statement once for all of these calls. Raises _Refused or _AlreadyKnown if the statement
+        stored nothing.
         """
         count = sum(len(call.jobs) for call in calls)
         for _ in range(_TRIES_MAX):
@@ -343,7 +343,8 @@ async def find_refused(database: Database, callers: Sequence[tuple[OrgId, int]])
 
 
 class _Refused(Exception):
-    """Some calls are invalid; nothing was stored. `errors`: the error of each, by the index of the call."""
+    """Some calls are invalid; nothing was stored. `errors`: the error of each invalid call, by the index of the
+    call."""
 
     def __init__(self, errors: dict[int, Exception]) -> None:
         super().__init__(errors)
@@ -352,8 +353,9 @@ class _Refused(Exception):
 
 class _AlreadyKnown(Exception):
     """Nothing was stored, because a job of the calls has already finished or died, or because a live job has the same
-    id. With enqueue_plain.sql, every live job with the same id causes this error. With enqueue.sql, such a job causes
-    it only if the statement has taken a free dedup key for the new job, because the key must remain free."""
+    id. With enqueue_plain.sql, every live job with the same id causes this error. With enqueue.sql, a live job with the
+    same id causes this error only if the statement has taken a free dedup key for the new job, because the key must
+    remain free."""
 
 
 def _outside(ids: Sequence[str], now_us: int) -> list[int]:

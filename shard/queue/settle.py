@@ -337,8 +337,8 @@ class LeaseSettler:
         self, calls: Sequence[Settlement], done: _Done, *, ended_as: Outcome | None
     ) -> list[list[Answer]]:
         """Returns the answer to each lease. The answer is OK if the lease was settled now, or by an earlier try of the
-        same call. `ended_as` is the outcome that such a try has stored. For all other leases, the answer is CANCELLED,
-        STALE or NOT_FOUND."""
+        same call. `ended_as` is the outcome that this call stores: an earlier try of the call has stored the same. For
+        all other leases, the answer is CANCELLED, STALE or NOT_FOUND."""
         orgs: list[OrgId] = []
         missed: list[Lease] = []
         for call in calls:
@@ -428,7 +428,7 @@ class _LeaseColumns(NamedTuple):
 
 
 class _NackColumns(Generic[_Fate]):
-    """Nacks, each with what becomes of its job: a delay if the job runs again, or a reason if the job becomes dead. One
+    """The columns of nacks. Each nack has a delay if its job runs again, or a reason if its job becomes dead. One
     object has only delays, or only reasons."""
 
     def __init__(self) -> None:

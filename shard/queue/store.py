@@ -64,7 +64,7 @@ _TRIES_MAX = 6
 _UNRELEASED_MAX = 10_000
 # Verbs after which a job may have ended.
 _ENDING = frozenset({"ack", "nack"})
-# Effectively no bound: the number of waiting claims is bounded elsewhere, by the number of callers.
+# This is large enough to be no bound: the number of waiting claims is bounded elsewhere, by the number of callers.
 _CLAIMS_WEIGHT_MAX = 20_000_000
 # Upper bound for the claims in one act. With large payloads a statement may serve only two claims, and each claim of an
 # act waits until all claims of the act are served.
