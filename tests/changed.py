@@ -103,7 +103,7 @@ class Repository:
 
     @cached_property
     def sources(self) -> dict[str, Source]:
-        """The files by the names of their modules."""
+        """Returns the files by the names of their modules."""
         files = _git("ls-files", "--cached", "--others", "--exclude-standard", "*.py")
         return {module_of(file): source_of(file) for file in files if (ROOT / file).is_file()}
 
@@ -142,7 +142,7 @@ class Repository:
         return generated | {module for module, source in self.sources.items() if source.strings & named}
 
     def touched(self, files: Iterable[str]) -> dict[str, int]:
-        """The test files that a change of these files can touch, each with its distance."""
+        """Returns the test files that a change of these files can touch, each with its distance."""
         changed = set[str]().union(*map(self.modules_of, files))
         everything = self._distances(changed, set(self.sources))
         proving = {module for module in self.sources if module.partition(".")[0] in PROVING}

@@ -80,14 +80,14 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def outage(self) -> AsyncGenerator[None, None]:
-        """The org's database does not answer during the block."""
+        """During the block, the database of the org does not answer."""
         with self._server.away(self._database):
             yield
         await self._until_served()
 
     @contextlib.contextmanager
     def frozen_router(self) -> Generator[None, None, None]:
-        """The router's process does nothing during the block."""
+        """During the block, the process of the router is frozen."""
         processes = self._processes()
         for process in processes:
             process.suspend()

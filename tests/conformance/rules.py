@@ -78,7 +78,8 @@ def _check_message(message: queue_pb2.ConsumeRequest, said: list[tuple[str, byte
 
 
 def _check_endings(transcript: Transcript) -> None:
-    """A client ends a lease once. It may repeat this entry only if there was no answer, or an error."""
+    """Raises Unmet unless the client ended each lease only once. A client may repeat the entry only if there was no
+    answer, or if the answer was an error."""
     said_of: dict[bytes, list[Saying]] = {}
     for said in transcript.sayings():
         said_of.setdefault(said.lease, []).append(said)

@@ -77,7 +77,7 @@ async def test_each_page_comes_within_a_minute_of_its_fault_and_ends_after_it(tm
         await second.enter_async_context(in_thread(running_routers(configs[1])))
 
         repaired_s = time.monotonic()
-        # WindrowEnqueuesFailSlowly, an alert that makes a ticket and wakes nobody, looks half an hour back.
+        # The alert WindrowEnqueuesFailSlowly looks half an hour back. It makes a ticket and does not wake anybody.
         await until(
             lambda: asyncio.to_thread(lambda: firing() <= {"WindrowEnqueuesFailSlowly"}),
             "no page fires",

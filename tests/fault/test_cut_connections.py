@@ -462,7 +462,7 @@ async def test_callers_cancelled_while_connections_break_cost_no_connection(fres
 
         async def one_of_four() -> None:
             while True:
-                # A pooled connection may have broken while nobody used it.
+                # A pooled connection may have been broken while it was not used.
                 with contextlib.suppress(ShardUnavailable):
                     async with database.transaction():
                         await everyone.wait()

@@ -301,8 +301,8 @@ class _Model:
                     assert_never(call.stage)
 
     def _come(self, state: State, call: Call, others: tuple[Call, ...]) -> Iterator[tuple[str, State]]:
-        """The call reaches its shard. If the org is missing, creates it in its hash slot. If the queue is missing,
-        creates it too. A call that the shard refuses changes nothing."""
+        """Called when a call reaches its shard. If the org is missing, creates the org in its hash slot. If the queue
+        is missing, creates the queue, too. A call that the shard refuses changes nothing."""
         name, shard = _NAMES[call.place], state.shards[call.place]
         if shard.queue is None:
             org = _HASH if shard.org is None else shard.org

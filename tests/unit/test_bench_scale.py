@@ -13,7 +13,7 @@ def spent(*, seconds: float = 10.0, postgres_s: float = 0.0, parts_s: float = 0.
 
 
 def router(shards: int) -> Router:
-    """A router that uses 0.001 s of CPU per second and 6 files for each shard, and 14 files for itself."""
+    """Returns a router that uses 0.001 s of CPU per second and 6 files for each shard, and 14 files for itself."""
     made = spent(parts_s=0.02 * shards)
     idle = spent(parts_s=0.01 * shards, statements=10.0)
     return Router(shards=shards, made=made, idle=idle, files=14 + 6 * shards, resident_mib=70.0 + shards)

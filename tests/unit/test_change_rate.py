@@ -39,7 +39,7 @@ def test_an_org_that_was_quiet_for_a_minute_makes_as_many_as_at_first() -> None:
     rate = ChangeRate(4, 240)
     made(rate, "acme", 0.0)
     assert made(rate, "acme", 60.0) == 240
-    # An org that makes no changes for longer may not make more changes afterwards.
+    # Even after an hour without changes, the org may make only 240 changes.
     assert made(rate, "acme", 3600.0) == 240
 
 

@@ -1,5 +1,5 @@
-"""What a router process decides about tokens, without a shard: how many tokens it draws, when it asks again, and which
-calls it refuses meanwhile."""
+"""What a router process decides about tokens, without a shard: how many tokens it draws, when it asks the shard again,
+and which calls it refuses until then."""
 
 from __future__ import annotations
 

@@ -1863,7 +1863,7 @@ def test_only_a_job_of_a_workflow_that_was_lost_may_be_there_although_no_answer_
     )
     assert "I2" not in found(replace(kept, rows=cancelled, operated=[by_operator]))
     assert "I2" in found(replace(kept, rows=cancelled, operated=[asked]))
-    # Nobody asked for this retry.
+    # No client asked for this retry.
     assert set(found(replace(given, operated=[replace(asked, retry=other)]))) == {"I1", "I3", "I4"}
 
 
@@ -2046,7 +2046,7 @@ def test_only_a_job_of_a_run_that_arrived_after_the_backup_may_be_nowhere(was_lo
     dead = of_run("j2", 1004, state=State.DEAD)
     lost = changed(replace(given, rows=given.rows[:1], books=[replace(given.books[0], accepted=1)]), settles=nacked)
     lost = restored(lost, backup=given.rows[:1] if was_lost else [given.rows[0], dead], replaced=[given.rows[0], dead])
-    # The two violations: the payload of the lost job, and its run.
+    # There are two violations: one for the payload of the lost job, and one for its run.
     assert (found(lost), excused(lost)) == (([], ["I4", "I10"]) if was_lost else (["I4", "I10"], []))
 
 
@@ -2066,7 +2066,7 @@ def test_only_a_schedule_that_cancels_may_have_cancelled_jobs(cancels: bool) -> 
         rows=[of_run("j1", 1002, state=State.CANCELLED), given.rows[1]],
         schedules=[replace(given.schedules[0], terms=every(2, cancels=cancels))],
     )
-    # The consumer is told before the lease's window has ended.
+    # The consumer gets this answer before the lease's window has ended.
     refused = replace(given.history.settles[0], answer=Answer.STALE)
     given = changed(given, settles=[refused, given.history.settles[1]])
     assert found(given) == ([] if cancels else ["I2", "I2"])
@@ -2117,7 +2117,8 @@ def test_only_a_schedule_that_arrived_after_the_backup_may_be_nowhere(was_lost: 
     restore = replace(restore, replaced=whole, backup=restore.backup if was_lost else whole)
     given = replace(given, stored_schedules=[], restored=restore)
     assert excused(given) == ["I10"] * was_lost
-    # The runs of the schedule are examined in any case: otherwise nobody would know whose jobs these are.
+    # The checker examines the runs of the schedule in any case. Otherwise it could not know to which schedule these
+    # jobs belong.
     assert found(given) == ["I10"] * (1 if was_lost else 2)
 
 
@@ -2151,7 +2152,7 @@ def with_jobs(given: Evidence, *rows: Row) -> Evidence:
 
 
 def with_pause(*runs: Run, changes: Sequence[Change] = (PAUSE, RESUME)) -> Evidence:
-    """The schedule was paused from 1005 to 1009, so its instants 1006 and 1008 are to be skipped."""
+    """Returns a schedule that was paused from 1005 to 1009. So its instants 1006 and 1008 must be skipped."""
     return with_changes(with_runs(*runs, instead_of=1006), *changes)
 
 
@@ -2168,7 +2169,8 @@ def test_a_pause_whose_instants_are_skipped_passes() -> None:
 def test_a_run_of_an_instant_of_a_pause_is_found(decided_s: int) -> None:
     stored = a_run(1006, job="j3")._replace(decided_us=decided_s * SECOND_US)
     given = with_jobs(with_pause(stored, a_run(1008, skipped_for="pause")), of_run("j3", 1006))
-    # The instant is in the pause. If the run was also decided during the pause, that is a second violation.
+    # It is a violation that an instant in the pause was stored. If the run was also decided during the pause, there is
+    # a second violation.
     assert found(given) == ["I10"] * (2 if decided_s == 1006 else 1)
 
 
@@ -2208,7 +2210,8 @@ def test_what_was_not_answered_makes_a_pause_uncertain() -> None:
 
 
 def altered(*runs: Run, answered: bool = True) -> Evidence:
-    """From 1005 on the schedule fires every three seconds, last at 1008, and skips for catch-up only."""
+    """Returns a schedule that was changed. From 1005 on, it fires every three seconds, for the last time at 1008, and
+    skips runs only because of its catch-up policy."""
     terms = every(3, number=1, skips_for="catch_up")
     alter = change(ChangeKind.ALTER, 1005.0, answered=answered, terms=terms)
     return with_changes(with_runs(*runs, instead_of=1006), alter)
@@ -2220,7 +2223,7 @@ EIGHTH = a_run(1008, job="j3")
 def test_an_altered_schedule_passes() -> None:
     assert found(with_jobs(altered(EIGHTH), of_run("j3", 1008, terms=1))) == []
     assert found(altered(a_run(1008, skipped_for="catch_up"))) == []
-    # Nobody knows when the call took effect: 1006 is an instant of the old timing.
+    # The checker cannot know when the call took effect, and 1006 is an instant of the old timing.
     for number in (0, 1):
         late = altered(a_run(1006, skipped_for="overlap"), EIGHTH, answered=False)
         assert found(with_jobs(late, of_run("j3", 1008, terms=number))) == []
@@ -2247,14 +2250,14 @@ def test_an_alteration_that_keeps_the_timing_drops_no_instant(answered: bool) ->
         found(with_changes(with_runs(a_run(1006, skipped_for="catch_up", through_s=1008), instead_of=1006), alter))
         == []
     )
-    # The call was under way at the instant 1006, but its timing keeps this instant.
+    # The call had not been answered at the instant 1006, but the new timing also has this instant.
     assert found(with_changes(with_runs(a_run(1008, skipped_for="catch_up"), instead_of=1006), alter)) == ["I10"]
 
 
 def test_an_instant_before_an_alteration_that_was_not_decided_is_found() -> None:
     given = altered(a_run(1008, skipped_for="catch_up"))
     dropped = replace(given, runs=frozenset(run for run in given.runs if run.at_us != 1004 * SECOND_US))
-    # The run of the instant is missing, and its job names a run that is not there.
+    # There are two violations: the run of the instant is missing, and its job names a run that does not exist.
     assert found(dropped) == ["I10", "I10"]
 
 
@@ -2266,7 +2269,8 @@ REQUEST = "request-1"
 
 
 def triggered(*jobs: str, answers: Sequence[str] = ("j3",), newer: int = 0) -> Evidence:
-    """A run was triggered at 1005.5 s. For each further job, it was triggered again a thousand seconds later."""
+    """Returns a schedule with a run that was triggered at 1005.5 s. For each further job, it was triggered again a
+    thousand seconds later."""
     given = a_schedule()
     later = 1010 * SECOND_US
     runs = {
@@ -2288,7 +2292,7 @@ def test_a_run_that_was_triggered_once_passes_whether_the_call_was_answered_or_n
 
 def test_a_triggered_run_that_is_nowhere_is_found() -> None:
     assert found(triggered()) == ["I10"]
-    # The run has another job than the answer names.
+    # The job of the run is not the job that the answer names.
     assert found(triggered("j4")) == ["I10"]
 
 
@@ -2343,7 +2347,7 @@ def with_backfills(
     return with_jobs(given, *(of_run(job, at_s) for job, at_s in jobs.items() if job not in known))
 
 
-# The instants 998 and 1000 are from before the creation; 1002 has a run.
+# The instants 998 and 1000 are before the creation of the schedule. The instant 1002 has a run.
 BEFORE = backfill(998, 1003, 1004.5, told=3)
 EARLY = by_backfill(998, 1004.55, job="b1"), by_backfill(1000, 1004.55, job="b2")
 
@@ -2483,8 +2487,8 @@ def test_a_node_that_is_released_during_a_pause_is_found() -> None:
 
 
 def a_cancelled_workflow(*, leased_s: float = 1000.0, state: str = "cancelled", **nodes: str) -> Evidence:
-    """The workflow was cancelled at 1005 s, which is 11.5 s by the clients' clock. Job j1 was leased then, and the
-    callback j3 ran later."""
+    """Returns a workflow that was cancelled at 1005 s, which is 11.5 s by the clients' clock. At that time, job j1 was
+    leased. The callback j3 ran later."""
     states = {"j1": "cancelled", "j2": "cancelled", "j3": "succeeded"} | nodes
     flow = Flow(workflow="w", org=ORG, shard=SHARD, state=state, nodes=states, callbacks=frozenset({"j3"}))
     first, second, third = (replace(enqueue(job, 10.0), workflow="w") for job in ("j1", "j2", "j3"))
@@ -2513,7 +2517,7 @@ def test_a_cancelled_workflow_whose_callback_runs_passes() -> None:
 
 def test_a_node_that_is_leased_after_its_workflow_was_cancelled_is_found() -> None:
     assert found(a_cancelled_workflow(leased_s=1005.3)) == ["I11"]
-    # The attempt of the node may also have ended meanwhile.
+    # The attempt of the node may also have ended after the cancel.
     given = a_cancelled_workflow()
     late = past(1, "expired", 1006 * SECOND_US, 1007 * SECOND_US)
     rows = [replace(given.rows[0], past=[late], lease=None, leased_at_us=None), *given.rows[1:]]
@@ -2541,7 +2545,8 @@ def test_a_workflow_or_its_callback_that_is_cancelled_and_nobody_said_so_is_foun
 
 
 def a_retry(*, answered: bool = True, state: str = "succeeded", flows: int = 1, **names: str) -> Evidence:
-    """Job r2 repeats j2, and job r3 repeats the callback j3. Job j1 had succeeded, and is taken over."""
+    """Returns a retry of a workflow. Job r2 repeats j2, and job r3 repeats the callback j3. Job j1 had succeeded, and
+    the retry takes it over."""
     given = a_cancelled_workflow(j1="succeeded")
     (old,) = given.flows
     old = replace(old, names={job: job for job in old.nodes})
@@ -2617,7 +2622,7 @@ def test_a_retry_that_nobody_asked_for_is_found() -> None:
 
 
 def test_a_job_of_a_retry_that_does_not_wait_as_before_is_found() -> None:
-    """In the old workflow job j2 added node j3 to wait for it. In the retry, j2 runs again before j3."""
+    """In the old workflow, job j2 added node j3 and waited for it. In the retry, j2 runs again before j3."""
     given = a_retry()
     wait = addition(9.0, jobs={"j3": "j3"}, lease=LeaseKey("j2", 7))
     wait = replace(wait, nodes={"j3": []}, wait=True)
@@ -2644,7 +2649,7 @@ def test_the_jobs_of_a_cancelled_workflow_that_the_backup_lacks_may_be_cancelled
 def test_a_node_of_a_retry_that_was_taken_over_may_wait_for_one_that_runs_again() -> None:
     given = a_retry()
     assert any(one.job == "j1" for one in given.history.enqueues)
-    # In the old workflow node j1 waits for j2, and so ran after j2 had failed.
+    # In the old workflow, node j1 waits for j2, so j1 ran after j2 had failed.
     enqueues = [replace(one, after=["j2"] if one.job == "j1" else []) for one in given.history.enqueues]
     whats = [violation.what for violation in check(changed(given, enqueues=enqueues))]
     assert not any("was leased before" in what for what in whats)
@@ -2669,7 +2674,7 @@ def test_only_the_dead_jobs_of_a_workflow_that_is_cancelled_or_retried_are_cance
 def signal(
     at_s: float, *, payload: str = "yes", is_first: bool = True, node: str = "j1", workflow: str = "w", code: str = ""
 ) -> Signal:
-    """A signal for job j1, which is answered OK unless there is a code."""
+    """Returns a signal for job j1. The signal is answered with `code`, or with OK if there is no code."""
     outcome = {"": Outcome.OK, "UNAVAILABLE": Outcome.UNKNOWN}.get(code, Outcome.ERROR)
     made = replace(call(Verb.SIGNAL, at_s), outcome=outcome, code=code)
     is_first = is_first and outcome is Outcome.OK
@@ -2677,8 +2682,8 @@ def signal(
 
 
 def a_signalled_workflow(*signals: Signal, **fields: Any) -> Evidence:
-    """Job j1 waits for a signal for 5 s, from 1000 s by the shard's clock, which is 10 s by that of the clients. Job j2
-    waits for job j1. `fields`: of the row of job j1."""
+    """Returns a workflow in which job j1 waits for a signal for 5 s. The wait begins at 1000 s by the shard's clock,
+    which is 10 s by the clients' clock. Job j2 waits for job j1. `fields`: fields of the row of job j1."""
     given = workflow_of_two()
     waiting, second = given.history.enqueues
     of_row: dict[str, Any] = {"signal": "yes", **fields}
@@ -2694,7 +2699,7 @@ def a_signalled_workflow(*signals: Signal, **fields: Any) -> Evidence:
 
 
 def an_unsignalled_workflow(*signals: Signal, at_s: float = 1005.0, came_s: float = 15.2) -> Evidence:
-    """No signal came for job j1 until this time, and then job j2 came."""
+    """Returns a workflow in which no signal came for job j1 until `at_s`. Job j2 was delivered at `came_s`."""
     given = a_signalled_workflow(*signals, state=State.CANCELLED, signal=None, unsignalled_us=round(at_s * SECOND_US))
     return changed(
         given, deliveries=[delivery("j2", came_s, lease=2)], settles=[settle(Verb.ACK, "j2", came_s + 1, lease=2)]
@@ -2711,7 +2716,7 @@ def test_a_node_that_ends_with_its_first_signal_passes() -> None:
 
 def test_a_node_that_a_signal_ended_otherwise_than_it_was_answered_is_found() -> None:
     no, later = signal(12.0, payload="no", is_first=False), signal(12.5)
-    # Nobody gave this signal, or another one was the first.
+    # No client gave this signal, or another signal was the first.
     for signals in ([], [replace(no, is_first=True), replace(later, is_first=False)], [no, later]):
         assert "I11" in found(a_signalled_workflow(*signals)), signals
     assert found(a_signalled_workflow(signal(12.0), signal(12.05))) == ["I11"]
@@ -2748,7 +2753,7 @@ def test_a_node_that_fails_too_early_or_although_it_had_its_signal_is_found() ->
 def test_a_node_that_is_cancelled_with_its_signal_although_nobody_cancelled_it_is_found() -> None:
     given = a_signalled_workflow(signal(12.0), state=State.CANCELLED, signal=None)
     assert "I11" in found(given)
-    # An early signal is kept, but does not keep the job from being cancelled.
+    # An early signal is kept, but the job can still be cancelled.
     cancelled = Cancel(call=call(Verb.CANCEL, 12.5), job="j1", answer=Answer.OK)
     assert found(changed(given, cancels=[cancelled])) == []
 
@@ -2794,7 +2799,7 @@ def test_a_signal_that_is_refused_as_if_its_node_waited_for_none_is_found(code: 
 
 
 def test_a_signal_ends_the_node_of_the_workflow_that_it_names_also_in_a_retry() -> None:
-    """In workflow w, which was cancelled, node j2 waited for a signal. In its retry v, job r2 has this node."""
+    """In workflow w, which was cancelled, node j2 waited for a signal. In v, the retry of w, job r2 has this node."""
     given = a_retry()
     first, waiting, callback = given.history.enqueues
     rows = [replace(row, signal="yes", lease=None) if row.job == "r2" else row for row in given.rows]

@@ -255,7 +255,7 @@ async def test_what_was_changed_by_a_placement_that_is_in_force_no_more_is_chang
 
 
 async def test_a_job_that_was_departing_and_is_unknown_by_then_is_not_found() -> None:
-    """The job was deleted at the source meanwhile, for example because its org was erased."""
+    """After the first answer, the job was deleted at the source, for example because its org was erased."""
     ids = [JobId(uuid7()), JobId(uuid7())]
     rounds = [[Answer.OK, Answer.DEPARTING], [Answer.NOT_FOUND]]
 

@@ -27,7 +27,7 @@ async def test_a_task_that_fails_stops_the_process_and_its_error_is_raised() -> 
         upkeep.begin(for_ever())
         upkeep.begin(fail())
         await asyncio.wait_for(stop.wait(), PATIENCE_S)
-    # The process has ended its calls meanwhile.
+    # By now, the process has ended its calls.
     with pytest.raises(ValueError, match="it cannot go on"):
         upkeep.check()
 

@@ -177,7 +177,7 @@ def test_faults_of_added_nodes_are_told_with_their_places() -> None:
 
 
 def waiting(name: str, **fields: object) -> pb.NewNode:
-    """A node that waits for a signal."""
+    """Returns a node that waits for a signal."""
     made = node(name, **fields)  # type: ignore[arg-type]
     made.signal = True
     return made
