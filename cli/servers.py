@@ -79,7 +79,7 @@ def balancer(
     """Runs the balancer, which moves slots to the shards that the cluster file wants.
 
     Several may run: one leads and the others stand by. Runs until SIGTERM or Ctrl-C, then finishes steps that must not
-    be left half done. Exit code 1: with --once, the cluster file blocks moves that have begun.
+    be left half done. With --once, exits with 1 if the cluster file blocks moves that have begun.
     """
     from balancer.service import balance, balance_once
     from shard.placement.file_watcher import WatchedFile

@@ -1,9 +1,9 @@
 """Finds which violations a restored backup explains. Pure.
 
 The run keeps the replaced database and the backup. What the backup lacks is found by a comparison of the two databases,
-job by job, and not from times. Nothing else is excused. A job that the backup has must also exist at the end of the
-test run. If the replaced database lacks an ack that was answered OK, the ack was lost before the replacement, which is
-a violation. Everything that was done after the replacement must be in the databases at the end.
+job by job, and not from times. Only what the backup lacks is excused. A job that the backup has must also exist at the
+end of the test run. If the replaced database lacks an ack that was answered OK, the ack was lost before the
+replacement, which is a violation. Everything that was done after the replacement must be in the databases at the end.
 
 Times are used only to separate what happened before the database was replaced from what happened afterwards.
 """

@@ -205,7 +205,7 @@ class Consumer:
             self._recorder.end(number, Outcome.OK, answered=[calls.answer_of(answer)])
 
     def _forget_sent(self) -> None:
-        """Plans to send everything again that the stream's end has left without an answer."""
+        """Plans to send again whatever had no answer when the stream ended."""
         for number in list(self._sent):
             self._again(self._sent.pop(number), "STREAM_ENDED")
 

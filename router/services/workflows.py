@@ -56,8 +56,8 @@ def _is_large(request: _Nodes) -> bool:
 
 
 def _nodes_bytes(of: type[_Nodes]) -> Callable[[_Nodes], int]:
-    """Returns a function that returns the memory of an answer with the ids of the nodes, plus that of the request while
-    it waits for the calculator."""
+    """Returns a function that computes how much memory a call needs: for the answer, which has the ids of the nodes,
+    and for the request, if the request may have to wait for the calculator."""
     answer_bytes = for_each(of, "nodes", LISTED_ID_BYTES)
     return lambda request: answer_bytes(request) + (_WAITING_BYTES if _is_large(request) else 0)
 

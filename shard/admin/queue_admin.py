@@ -101,7 +101,7 @@ class QueueCounts(NamedTuple):
     oldest_ready_age_us: int | None
     next_due: Micros | None
     paused: bool
-    # Exported jobs, which are not counted above.
+    # Jobs on their way to another shard, which are not counted above.
     leaving: LeavingCounts | None = None
     # The last chunk that this shard imported or exported.
     chunk: Chunk | None = None
@@ -282,12 +282,12 @@ class QueueAdmin:
                 raise QueueNotEmpty(org, queue)
 
     async def holds_jobs(self, org: OrgId, queue: QueueName) -> bool:
-        """Returns whether the shard has unfinished jobs of the queue, including exported jobs."""
+        """Returns whether the shard has unfinished jobs of the queue, including jobs on their way to another shard."""
         rows = await self._database.run(statements.HOLDS_JOBS, {"org": org, "queue": queue})
         return bool(rows and rows[0][0])
 
     async def departs(self, org: OrgId, queue: QueueName) -> bool:
-        """Returns whether exported jobs of the queue are on their way to another shard."""
+        """Returns whether jobs of the queue are on their way to another shard."""
         rows = await self._database.run(statements.IS_EXPORTING, {"org": org, "queue": queue})
         return bool(rows[0][0])
 

@@ -56,7 +56,7 @@ class Server(NamedTuple):
     sees_others: bool
     connections: int
     connections_max: int
-    # The ages of the oldest transaction ids and multixact ids of the server, and the databases that have these ids.
+    # The age of the server's oldest transaction id and the database that has it, and the same for multixact ids.
     age: int
     oldest: str
     multixact_age: int

@@ -109,7 +109,7 @@ def migrations() -> list[Migration]:
 
 async def migrate(database: Database, *, cluster: str | None) -> list[Migration]:
     """Migrates the schema to this release. Also makes the database a shard of this cluster, and makes its partitions.
-    Does not do this if `cluster` is None, which means that the database holds only the catalog. Many processes may call
+    If `cluster` is None, the database holds only the catalog, and only the schema is migrated. Many processes may call
     this at the same time.
 
     Returns the migrations that were run. Raises Misconfigured, ShardUnavailable."""

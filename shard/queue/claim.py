@@ -269,8 +269,8 @@ class Claimer:
             else:
                 taker.again = True
         for number in errors:
-            # This taker must not lease more jobs with this lease number in this act, because a late release could end
-            # the new lease.
+            # This taker must not lease more jobs in this act. The new leases would have the same lease number as the
+            # leases of the failed jobs, and a late release of these jobs could end the new leases.
             by_lease[number].again = False
         return [errors.get(taker.number) for taker in takers]
 

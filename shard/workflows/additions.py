@@ -170,8 +170,8 @@ class NodeAdder:
     ) -> tuple[AddedNodes, set[QueueId]]:
         """Adds nodes under the workflow's lock, which every fold needs too. So there are two cases. If the end of the
         last node was folded before this call, the workflow has ended. Otherwise, the fold of that end will find the new
-        nodes. The same is true for the end of the job that adds the nodes. If that job has given up its lease to wait,
-        also returns its queue."""
+        nodes. Likewise, the end of the job that adds the nodes was folded before this call, or its fold will find the
+        new nodes. If that job has given up its lease to wait, also returns its queue."""
         connection, workflow, org = locked.connection, nodes.workflow, nodes.jobs.org
         lease = None if isinstance(adder, int) else adder
         has_waited = False

@@ -67,8 +67,8 @@ ENDS_AT_ANSWER_BYTES = {
 # they run.
 RESERVE_LATER = {"windrow.v1.Queue.Dequeue", "windrow.v1.Queue.WaitJob"}
 
-# A cluster may have more shards. In that case, an answer that names all shards still has room, because its other fields
-# are smaller than the largest possible ones.
+# A cluster may have more shards. An answer that names all of these shards fits nevertheless, because its other fields
+# are smaller than this test assumes.
 SHARDS = 100
 ATTRIBUTES = limit(job_pb2.JobTemplate, "attributes", Rule.MAP_MAX_PAIRS)
 # The largest length of a text in bytes, by field.

@@ -69,7 +69,7 @@ class Member:
 
     @property
     def connections_each(self) -> float:
-        """How many connections one process would have with the default of the cluster file."""
+        """How many connections one process would have if `connections` were the cluster file's default."""
         held = sum(backends.count for backends in self.backends if backends.application.startswith("windrow"))
         return held / self.count + _CONNECTIONS - self.connections
 

@@ -61,7 +61,7 @@ else:
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
 _CHANNEL_BYTES_MAX = MESSAGE_BYTES_MAX + 65536
 CHANNELS_MAX = 64
-# A client that reaches no router looks for a TLS fault at most once in this time.
+# While a client reaches no router, it looks for a TLS fault at most once every _LOOK_S seconds.
 _LOOK_S = 5.0
 # This is longer than the longest life of a stream at a router.
 _STREAM_S_MAX = 100_000.0

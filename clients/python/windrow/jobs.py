@@ -257,8 +257,9 @@ class Job:
         """Adds one line or several to the log of this attempt. The job's history keeps the log, and `windrow jobs get`
         shows it.
 
-        The log keeps the first 512 bytes of a line, and the newest 50 lines of an attempt, or fewer if they have more
-        than 4 KiB. If lines were dropped, the first line says how many. A job keeps the logs of its newest 5 attempts.
+        The log keeps the first 512 bytes of each line, and the newest lines of an attempt: at most 50 lines, and at
+        most 4 KiB in total. If lines were dropped, the first line says how many. A job keeps the logs of its newest 5
+        attempts.
 
         Returns at once: the worker sends the lines with its extends, and with the outcome of the attempt. If the worker
         crashes, or the job is cancelled, the lines since the last extend are lost. Lines that are logged after the

@@ -76,8 +76,8 @@ class Reporter:
             self._take(lease, report)
 
     def when_stored(self, lease: bytes) -> Future[None]:
-        """Returns a future that is completed when the lines that the handler has logged are stored, and no report about
-        this lease is on its way to the router. Thread-safe."""
+        """Returns a future that is completed when two things hold: the lines that the handler has logged are stored,
+        and no report about this lease is on its way to the router. Thread-safe."""
         if self._when_stored is not None:
             return self._when_stored(lease)
         stored = Future[None]()

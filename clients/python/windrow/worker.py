@@ -43,7 +43,7 @@ CONCURRENCY_MAX = 1000
 # The contract's limit for one stream.
 QUEUES_MAX = 64
 PREFETCH_MAX = 5000
-# So many jobs are enough for the time of a round trip to the router, even if handlers take almost no time.
+# This number of jobs is enough for the time of a round trip to the router, even if handlers take almost no time.
 _PREFETCH_MIN = 100
 _FLUSH_S, _FLUSH_HURRIED_S = 5.0, 1.0
 

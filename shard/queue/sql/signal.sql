@@ -1,7 +1,7 @@
--- Gives a signal to the job of a node that waits for a signal. A released job succeeds, and the signal is its result. A
--- blocked job keeps the signal as its checkpoint, until its workflow releases the job. Returns what was done, and the
--- queues in which other jobs may have become ready because of workflows or limits. No row: the job is not on this
--- shard, has ended, or has just changed.
+-- Gives a signal to the job of a node that waits for a signal. If the workflow has released the node, the job of the
+-- node succeeds, and the signal is its result. A blocked job keeps the signal as its checkpoint, until its workflow
+-- releases the job. Returns what was done, and the queues in which other jobs may have become ready because of
+-- workflows or limits. No row: the job is not on this shard, has ended, or has just changed.
 WITH ended AS (
     -- Also deletes a job that a claim has leased because the job has expired. The statement that deletes the row first
     -- decides how the job ends.

@@ -56,7 +56,7 @@ WITH clock AS (
         i.flow, i.node, i.name, i.id, i.callback, i.run_at, i.delay_us, i.waits_on,
         CASE
             WHEN i.is_free THEN 'released'
-            -- The end of the pause releases the node.
+            -- Only a pause of the workflow holds this node back. The end of the pause releases the node.
             WHEN i.waits_on IS NULL AND i.callback IS NULL THEN 'due'
             ELSE 'blocked'
         END,
