@@ -60,7 +60,6 @@ class _Request:
     consumer: PoolConsumer
     # How many seconds the org was charged when these jobs were picked (router/fair/schedule.py).
     charged_s: float
-    jobs: int
     # The `start` of each job's Pick (router/fair/schedule.py).
     starts: list[float]
     # The queues that may have ready jobs. A queue is removed when a limit holds its jobs back.
@@ -70,6 +69,10 @@ class _Request:
     reserved: int = 0
     # How many of the jobs were claimed.
     got: int = 0
+
+    @property
+    def jobs(self) -> int:
+        return len(self.starts)
 
 
 class OrgPool:
@@ -249,8 +252,7 @@ class OrgPool:
                 self._waiting.served(consumer)
                 request = requests.get((org, consumer))
                 if request is None:
-                    request = requests[org, consumer] = _Request(org, consumer, 0.0, 0, [], taken[org, shard])
-                request.jobs += 1
+                    request = requests[org, consumer] = _Request(org, consumer, 0.0, [], taken[org, shard])
                 request.starts.append(start)
                 request.charged_s += charged_s
                 asked[org, shard] += 1
@@ -331,12 +333,11 @@ class OrgPool:
     async def _lease(self, member: ShardHandle, request: _Request) -> bool:
         """Leases the jobs of a request, and delivers them. Queues that a limit of starts holds back are tried again
         later. Returns whether there may be more jobs."""
-        is_more = is_limited = False
+        is_more = False
         for part in self._starts.split(request.org, list(request.queues)):
             queues, room = part.queues, request.jobs - request.got
             if room <= 0:
-                break
-            is_limited = is_limited or bool(part.buckets) or part.in_flight is not None
+                return True
             try:
                 claimed = await self._starts.claim(
                     member.store,
@@ -366,17 +367,7 @@ class OrgPool:
                     request.queues.update(queues)
             # If this claim has used up its permit, there may be more jobs, and the next permit may be larger.
             is_more = is_more or claimed.result.cut or (not claimed.is_short and claimed.max_jobs < room)
-        self._limit_next(request, is_limited=is_limited)
         return is_more or request.got == request.jobs
-
-    def _limit_next(self, request: _Request, *, is_limited: bool) -> None:
-        """Decides how many jobs the org's next claim asks for. A claim keeps a place for each job that it asks for, and
-        new jobs of other orgs cannot get these places meanwhile. If a limit holds the org's jobs back, most of these
-        places would stay empty. So the next claim then asks for twice as many jobs as this one got."""
-        self._at_once.pop(request.org, None)
-        if is_limited:
-            make_room(self._at_once, _READY_MAX)
-            self._at_once[request.org] = max(1, 2 * request.got)
 
     def _claimed(
         self, member: ShardHandle, requests: Sequence[_Request], results: Sequence[bool | BaseException]
@@ -399,6 +390,7 @@ class OrgPool:
         if away:
             self.lost(shard)
             member.ready_orgs.walk_again()
+        self._limit_next(requests)
         queues = {request.org: request.queues for request in requests}
         for org, is_more in more.items():
             if is_more and not away and self.schedule.ready_count < _ORGS_MAX:
@@ -410,6 +402,20 @@ class OrgPool:
                 member.ready_orgs.emptied(org, queues[org])
             if not self._is_found(org, shard):
                 self.schedule.idle(org, shard)
+
+    def _limit_next(self, requests: Iterable[_Request]) -> None:
+        """Decides how many jobs the next claim of each org asks for. A claim keeps a place for each job that it asks
+        for, and new jobs of other orgs cannot get these places meanwhile. If a limit holds an org's jobs back, most of
+        these places would stay empty. So the next claim of an org with a limit asks for twice as many jobs as this one
+        got."""
+        got = Counter[OrgId]()
+        for request in requests:
+            got[request.org] += request.got
+        for org, jobs in got.items():
+            self._at_once.pop(org, None)
+            if self._starts.is_limited(org):
+                make_room(self._at_once, _READY_MAX)
+                self._at_once[org] = max(1, 2 * jobs)
 
     def _deliver(self, member: ShardHandle, request: _Request, claimed: ClaimedPart) -> None:
         result = claimed.result

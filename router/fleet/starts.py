@@ -124,10 +124,14 @@ class Starts(Buckets):
         if (self.table.limits, self._in_flight.limits) != before:
             self._changed()
 
+    def is_limited(self, org: OrgId) -> bool:
+        """Returns whether a limit of either kind applies to the org or to one of its queues."""
+        return self.table.is_limited(org) or self._in_flight.is_limited(org)
+
     def split(self, org: OrgId, queues: Sequence[QueueName]) -> list[Part]:
         """Splits the queues of one claim into parts. All queues of a part have the same limits. Each queue with a limit
         of its own is a part by itself, and all other queues are one part."""
-        if not self.table.is_limited(org) and not self._in_flight.is_limited(org):
+        if not self.is_limited(org):
             return [Part(queues)]
         of_org = self.of(org, ALL_QUEUES)
         parts: list[Part] = []

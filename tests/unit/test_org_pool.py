@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -87,12 +88,16 @@ class ConsumerOfPool(WaitingConsumer):
 
 
 class LimitedStarts:
-    """Limits of starts, for which every org has a limit of jobs in flight. The first claim gets no job. The second
-    claim never ends."""
+    """Limits of starts, for which every org has a limit of jobs in flight. The first `empty` claims get no job. The
+    next `full` claims get all jobs that they ask for. The other claims never end."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, empty: int, full: int = 0) -> None:
+        self.empty, self.full = empty, full
         self.claims = 0
         self.asked = asyncio.Queue[int]()
+
+    def is_limited(self, _: OrgId) -> bool:
+        return True
 
     def split(self, _: OrgId, queues: Sequence[QueueName]) -> list[Part]:
         return [Part(queues, in_flight=InFlightLimits(5, None))]
@@ -100,21 +105,27 @@ class LimitedStarts:
     async def claim(self, *_: object, max_jobs: int, **__: object) -> ClaimedPart:
         self.claims += 1
         self.asked.put_nowait(max_jobs)
-        if self.claims > 1:
+        if self.claims > self.empty + self.full:
             await asyncio.Event().wait()
-        return ClaimedPart(ClaimResult(b"", []), max_jobs, None)
+        jobs: list[Any] = [] if self.claims <= self.empty else [None] * max_jobs
+        return ClaimedPart(ClaimResult(b"", jobs), max_jobs, None)
 
 
-async def test_while_a_claim_of_an_org_at_its_limit_runs_other_orgs_get_places() -> None:
+@contextlib.asynccontextmanager
+async def limited_pool(starts: LimitedStarts, *, consumers: int) -> AsyncGenerator[OrgPool]:
+    """Runs a pool with one shard. Jobs of claims are counted, and not delivered."""
+
     async def has_room(*_: object) -> bool:
         return False
+
+    def count(_: ShardHandle, request: Any, claimed: ClaimedPart) -> None:
+        request.got += len(claimed.result.jobs)
 
     up = asyncio.Event()
     up.set()
     room = SimpleNamespace(gives=True, hold_if_full=has_room)
     ready_orgs = SimpleNamespace(emptied=lambda *_: None)
     handle = SimpleNamespace(name=S1, up=up, room=room, store=None, ready_orgs=ready_orgs)
-    starts = LimitedStarts()
     pool = OrgPool(
         [MAIL],
         shards=lambda: {S1: cast("ShardHandle", handle)},
@@ -122,17 +133,38 @@ async def test_while_a_claim_of_an_org_at_its_limit_runs_other_orgs_get_places()
         weight_of=lambda _: 1.0,
         starts=cast("Starts", starts),
     )
-    pool.enter(ConsumerOfPool(pool))
+    cast("Any", pool)._deliver = count
+    for _ in range(consumers):
+        pool.enter(ConsumerOfPool(pool))
     running = asyncio.create_task(pool.run())
     pool.found(S1, LARGE, MAIL)
-    async with asyncio.timeout(PATIENCE_S):
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield pool
+    finally:
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+
+async def test_while_a_claim_of_an_org_at_its_limit_runs_other_orgs_get_places() -> None:
+    starts = LimitedStarts(empty=1)
+    async with limited_pool(starts, consumers=1) as pool:
         assert await starts.asked.get() == 10
         pool.found(S1, LARGE, MAIL)
         assert await starts.asked.get() == 1
-    assert dealt(pool, ACME, 1) == 1
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
+        assert dealt(pool, ACME, 1) == 1
+
+
+async def test_claims_of_an_org_below_its_limit_grow_although_many_consumers_share_them() -> None:
+    consumers = 8
+    starts = LimitedStarts(empty=consumers, full=1 + 2 + 4 + 8)
+    async with limited_pool(starts, consumers=consumers) as pool:
+        assert [await starts.asked.get() for _ in range(consumers)] == [10] * consumers
+        pool.found(S1, LARGE, MAIL)
+        assert [await starts.asked.get() for _ in range(starts.full)] == [1] * starts.full
+        # Each of the 8 consumers shares in the next claim.
+        assert [await starts.asked.get() for _ in range(consumers)] == [2] * consumers
 
 
 async def test_a_pool_goes_on_after_a_fault(caplog: pytest.LogCaptureFixture) -> None:
