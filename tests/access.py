@@ -1,4 +1,5 @@
-"""Who may call which method: a request for each method of the contract, and the ways in which routers refuse a caller.
+"""For tests of who may call which method: a request for each method of the contract, and the ways in which routers
+refuse a caller.
 
 A new way to prove an identity adds its rows to `WAYS`, or to a list like it; tests then run them for every method.
 """

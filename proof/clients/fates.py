@@ -29,12 +29,12 @@ _WEIGHTS = {
     Fate.FORGET: 2.0,
 }
 NACK_DELAY_S_MAX = 2.0
-# Of the jobs of a workflow, the share that adds nodes. Each such job adds at most `_ADDED_MAX` nodes. An added node may
-# add nodes again, for at most `_GENERATIONS_MAX` generations.
+# The share of a workflow's jobs that add nodes. Each such job adds at most `_ADDED_MAX` nodes. An added node may add
+# nodes again, for at most `_GENERATIONS_MAX` generations.
 _ADDERS = 0.5
 _ADDED_MAX = 3
 _GENERATIONS_MAX = 2
-# Of the jobs that add nodes, the share that waits for the added nodes.
+# The share of the jobs that add nodes and wait for these nodes, among all jobs that add nodes.
 _WAITERS = 0.3
 
 

@@ -1,5 +1,5 @@
-"""Who may call which method over gRPC. The tests cover every method of the contract, and every reason for a refusal
-(tests/access.py). A call that is refused changes no row."""
+"""These tests check who may call which method over gRPC. They cover every method of the contract, and every reason for
+a refusal (tests/access.py). A call that is refused changes no row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of the jobs of a group, at most k are leased at the same time, in their order. No job of a group waits for ever."""
+"""At most k jobs of a group are leased at the same time, in their order. No job of a group waits for ever."""
 
 from __future__ import annotations
 

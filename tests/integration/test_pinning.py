@@ -152,7 +152,7 @@ async def test_operators_at_the_same_time_make_one_slot_for_each_org(pair: Pair,
 
 
 async def test_a_pin_and_a_move_of_the_hash_slot_at_the_same_time_exclude_each_other(pair: Pair, org: OrgId) -> None:
-    """Of the two transactions, the one that locks the slot's row first succeeds."""
+    """The transaction that locks the slot's row first succeeds."""
     known = await pair.known()
     async with pair.catalog.transaction() as operator:
         await operator.run(statements.LOCK_PLACEMENT, {"slot": slot_of(org)})

@@ -275,7 +275,7 @@ async def test_with_skip_none_is_stored_while_a_job_is_live_and_the_next_after_i
     assert len(await shard.jobs(org)) == 1
     await shard.end_job(org)
     await shard.set_back(org, 5 * HOUR_US)
-    # Of the five instants, the two earliest have no run yet. The first of these two is stored. The second is due while
+    # The two earliest of the five instants have no run yet. The first of these two is stored. The second is due while
     # the job of the first is live.
     assert (await shard.fire()).jobs == 1
 

@@ -139,7 +139,7 @@ def test_no_request_can_have_millions_of_items_wherever_they_stand_in_it(name: s
 
     for way in ways_down(REQUESTS[name]):
         *parents, field = way
-        # Of the messages of a `oneof`, only the last one is kept.
+        # Only the last message of a `oneof` is kept.
         oneof = field.containing_oneof
         items = b"".join(encoded(one) for one in (oneof.fields if oneof is not None else [field]))
         raw = items * (FEW + 1)

@@ -65,7 +65,7 @@ class CatchUp(enum.Enum):
 
 
 class RunOutcome(enum.Enum):
-    """What was decided about a run."""
+    """The decision about a run."""
 
     STORED = "stored"
     # The run waits until the job of an earlier run has ended.
